@@ -1,0 +1,303 @@
+"""Ray: a head on this machine, trainer ranks and rollout engines as actors in one placement group.
+
+Ray does placement, retries and health; nothing here schedules. The head runs under helpers/launcher.py, so all of Ray's
+processes end with the kernel, even when it is killed (Ray's own agents outlive it by more than a minute).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from helpers.profiles import Profile
+from helpers.records import Batch, Episode
+from helpers.rollout import LAUNCHER, RolloutServer, SGLangClient, free_port, open_server, roll_out
+from helpers.tasks import Problem
+from helpers.weight_sync import SyncReport, sync_weights
+
+log = logging.getLogger(__name__)
+
+
+class ClusterError(RuntimeError):
+    """Ray did not start, or cannot place what the profile asks for."""
+
+
+class RayHead:
+    """A Ray head on loopback. `with RayHead(settings) as ray_head:` or start() ... stop()."""
+
+    def __init__(self, settings: Profile):
+        self.settings, self.process = settings, None
+        self.address = self.dashboard = ""
+
+    def __enter__(self) -> RayHead:
+        return self.start().connect()
+
+    def __exit__(self, *exc) -> None:
+        self.stop()
+
+    def start(self) -> RayHead:
+        """Launch Ray's processes; returns at once."""
+        c, layout = self.settings.cluster, self.settings.trainer
+        self.folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short: Ray puts sockets below it, and their paths have a limit
+        port, dashboard_port = free_port(), free_port()
+        self.address, self.dashboard = f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}" if c.dashboard else ""
+        actors = layout.ranks + self.settings.rollout.engines
+        command = [
+            sys.executable, "-W", "ignore", "-m", "ray.scripts.scripts", "start", "--head", "--block",
+            "--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={self.folder}", "--disable-usage-stats",
+            f"--num-cpus={max(c.num_cpus, actors)}", f"--object-store-memory={c.object_store_mib << 20}",
+            f"--include-dashboard={c.dashboard}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}",
+            "--include-log-monitor=False",
+        ]  # fmt: skip
+        if self.settings.device == "cpu":
+            command.append("--num-gpus=0")
+        # a token of its own for every head: loopback alone would let any user of this machine run code through Ray
+        self.token = secrets.token_hex(32)
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
+        environment = {**os.environ, **self.settings.process_environment("kernel")}
+        self._output = (self.folder / "head.log").open("w")
+        self.process = subprocess.Popen(
+            [sys.executable, "-S", str(LAUNCHER), *command], stdin=subprocess.PIPE, stdout=self._output,
+            stderr=subprocess.STDOUT, start_new_session=True, env=environment,
+        )  # fmt: skip
+        return self
+
+    def connect(self, timeout: float = 120.0) -> RayHead:
+        """Wait until Ray takes connections and make this process its driver. Raises ClusterError."""
+        import ray
+
+        port, deadline = int(self.address.rsplit(":", 1)[1]), time.monotonic() + timeout
+        while not _listens(port):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                text = (self.folder / "head.log").read_text(errors="replace")[-1500:]
+                self.stop()
+                raise ClusterError(f"Ray did not start. Its last words:\n{text}")
+            time.sleep(0.2)
+        ray.init(address=self.address, log_to_driver=False, logging_level="error", _node_ip_address="127.0.0.1")
+        return self
+
+    def stop(self) -> None:
+        """Disconnect, end all of Ray's processes and remove its folder; safe to call twice."""
+        if self.process is None:
+            return
+        import ray
+
+        ray.shutdown()
+        self.process.stdin.close()
+        self.process.wait(30)
+        self.process = None
+        self._output.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@dataclass(frozen=True)
+class Clients:
+    """Addresses of the rollout servers, as plain values that can travel to another actor."""
+
+    urls: tuple[str, ...]
+    timeout: float
+
+    def open(self) -> list[SGLangClient]:
+        return [SGLangClient(url, self.timeout) for url in self.urls]
+
+
+class TrainerActor:
+    """One trainer rank. Synchronous and single-threaded: Megatron's CPU back end holds in one thread only."""
+
+    def __init__(self, settings: Profile, checkpoint: str, rank: int):
+        self.settings, self.checkpoint, self.rank = settings, checkpoint, rank
+        self.trainer = None
+
+    def open_store(self) -> int:
+        """On rank 0: open the store that the ranks meet at; returns its port."""
+        import torch.distributed as dist
+
+        self.store = dist.TCPStore("127.0.0.1", 0, world_size=self.settings.trainer.ranks, is_master=True, wait_for_workers=False)
+        return self.store.port
+
+    def build(self, port: int) -> dict:
+        """Load the model and build the optimizer; returns what happened here (seconds, device, process)."""
+        import torch.distributed as dist
+
+        from helpers.trainer import MegatronTrainer
+
+        if self.rank:
+            self.store = dist.TCPStore("127.0.0.1", port, world_size=self.settings.trainer.ranks, is_master=False)
+        self.trainer = MegatronTrainer(self.settings, self.checkpoint, self.rank, self.store)
+        return self.describe()
+
+    def describe(self) -> dict:
+        """Rank, pid, device and where its time went; the environment is asserted, not assumed."""
+        from helpers.profiles import DEVICE_VARIABLE
+
+        assert os.environ[DEVICE_VARIABLE] == self.settings.device
+        return {"rank": self.rank, "pid": os.getpid(), "device": self.settings.device, **self.trainer.seconds}
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        return self.trainer.update(batch)
+
+    def logprobs(self, batch: Batch):
+        return self.trainer.logprobs(batch)
+
+    def sync(self, clients: Clients, version: str) -> SyncReport:
+        return sync_weights(self.trainer, clients.open(), version)
+
+    def save(self, folder: str) -> str:
+        return str(self.trainer.save(folder))
+
+    def resume(self, folder: str) -> int:
+        return self.trainer.resume(folder)
+
+    def export_checkpoint(self, folder: str) -> str:
+        """Write the present weights as a Hugging Face folder (rank 0; the export is collective)."""
+        from helpers.checkpoints import save_weights
+
+        weights = self.trainer.export()
+        return str(save_weights(weights, Path(self.checkpoint), Path(folder))) if self.rank == 0 else ""
+
+
+class RolloutActor:
+    """One SGLang server: a new one, or a handle on the series' shared one."""
+
+    def __init__(self, settings: Profile, checkpoint: str, shared: bool):
+        self.settings = settings
+        self.server = open_server(settings, checkpoint) if shared else RolloutServer(settings, checkpoint).start()
+
+    def wait(self) -> str:
+        return self.server.wait().url
+
+    def roll_out(self, problems: Sequence[Problem], greedy: bool = False) -> list[Episode]:
+        return roll_out(self.server, problems, self.settings, greedy)
+
+    def stop(self) -> None:
+        self.server.stop()
+
+
+class GrpoCluster:
+    """Trainer ranks and rollout engines of a profile, placed by one Ray placement group.
+
+    start() returns at once and ready() waits, so that imports of trainer and server overlap.
+    """
+
+    def __init__(self, settings: Profile, checkpoint: Path | str):
+        self.settings, self.checkpoint = settings, str(Path(checkpoint).resolve())
+        self.trainers, self.engines, self.group = [], [], None
+
+    def start(self, patience: float = 60.0) -> GrpoCluster:
+        """Reserve one bundle an actor and start the actors. Raises ClusterError when the bundles do not fit."""
+        import ray
+        from ray.util.placement_group import placement_group
+
+        ranks, engines = self.settings.trainer.ranks, self.settings.rollout.engines
+        gpu = {"GPU": 1} if self.settings.device == "cuda" else {}
+        self.group = placement_group([{"CPU": 1, **gpu}] * ranks + [{"CPU": 1, **gpu}] * engines, strategy="PACK")
+        if not self.group.wait(patience):
+            raise ClusterError(
+                f"Ray cannot place {ranks} trainer ranks and {engines} engines on {ray.cluster_resources()}; "
+                "lower trainer.ranks or rollout.engines, or start Ray with more"
+            )
+        shared = engines == 1  # several engines of one series never share a server
+        self.engines = [self._actor(RolloutActor, ranks + i, "server", shared) for i in range(engines)]
+        self.trainers = [self._actor(TrainerActor, rank, "trainer", rank) for rank in range(ranks)]
+        self._built = self._build()
+        return self
+
+    def _actor(self, kind: type, bundle: int, role: str, argument):
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
+        # a rollout actor is no server itself: it hands the server its environment when it launches one
+        environment = self.settings.process_environment("trainer" if role == "trainer" else "kernel")
+        environment |= {k: os.environ[k] for k in ("GRPO_SHARED_SERVER", "GRPO_RUNS") if k in os.environ}
+        gpus = 1 if self.settings.device == "cuda" else 0
+        remote = ray.remote(num_cpus=1, num_gpus=gpus, scheduling_strategy=place, runtime_env={"env_vars": environment})(kind)
+        return remote.remote(self.settings, self.checkpoint, argument)
+
+    def _build(self) -> list:
+        import ray
+
+        port = ray.get(self.trainers[0].open_store.remote())
+        return [t.build.remote(port) for t in self.trainers]
+
+    def ready(self, timeout: float = 600.0) -> list[dict]:
+        """Wait for all actors; returns each trainer rank's description."""
+        import ray
+
+        self.clients = Clients(
+            tuple(ray.get([e.wait.remote() for e in self.engines], timeout=timeout)), self.settings.rollout.request_timeout
+        )
+        return ray.get(self._built, timeout=timeout)
+
+    # --- the calls of one step ----------------------------------------------------------------------------------------
+    def roll_out(self, problems: Sequence[Problem], greedy: bool = False) -> list[Episode]:
+        """Episodes of all problems in order; with several engines each takes a contiguous share of the problems."""
+        import dataclasses
+
+        import ray
+
+        count, shares = len(self.engines), []
+        size = -(-len(problems) // count)
+        for i, engine in enumerate(self.engines):
+            share = list(problems[i * size : (i + 1) * size])
+            if share:
+                shares.append((i * size, engine.roll_out.remote(share, greedy)))
+        episodes = []
+        for first, reference in shares:
+            episodes += [dataclasses.replace(e, group=e.group + first) for e in ray.get(reference)]
+        return episodes
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step on all ranks; returns the last rank's statistics (the last pipeline stage knows the loss)."""
+        return self._all("update", batch)[-1]
+
+    def logprobs(self, batch: Batch):
+        return self._all("logprobs", batch)[-1]
+
+    def sync_weights(self, version: str) -> SyncReport:
+        """The trainer's weights into every engine."""
+        return self._all("sync", self.clients, version)[0]
+
+    def save(self, folder: Path | str) -> Path:
+        return Path(self._all("save", str(folder))[0])
+
+    def resume(self, folder: Path | str) -> int:
+        return self._all("resume", str(folder))[0]
+
+    def export_checkpoint(self, folder: Path | str) -> Path:
+        return Path(self._all("export_checkpoint", str(folder))[0])
+
+    def _all(self, method: str, *arguments) -> list:
+        import ray
+
+        shared = [ray.put(a) if isinstance(a, Batch) else a for a in arguments]
+        return ray.get([getattr(t, method).remote(*shared) for t in self.trainers])
+
+    def stop(self) -> None:
+        """Stop servers and actors, free the placement group; safe to call twice."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        if self.group is None:
+            return
+        ray.get([e.stop.remote() for e in self.engines], timeout=60)
+        for actor in (*self.engines, *self.trainers):
+            ray.kill(actor)
+        remove_placement_group(self.group)
+        self.trainers, self.engines, self.group = [], [], None

@@ -1,0 +1,97 @@
+"""Run a command in a session of its own and end it, with all it started, when the parent goes away.
+
+    Popen([python, ".../helpers/launcher.py", *command], stdin=PIPE, start_new_session=True)
+
+The pipe on stdin is the life line: it closes when the parent closes it, ends, or is killed (even by SIGKILL). A notebook's
+interrupt does not reach the command, since it is in another session. Standard library only; never imported by the engines.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_GRACE = 12.0  # seconds between asking and ending
+
+
+def _descendants(root: int) -> list[int]:
+    """Process ids below `root`, from /proc; zombies are left out."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            fields = open(f"/proc/{entry}/stat").read().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if fields[0] != "Z":
+            children.setdefault(int(fields[1]), []).append(int(entry))
+    found, todo = [], [root]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def _reap() -> None:
+    """Collect what has ended: as the sub-reaper this process inherits orphans, and a zombie keeps its pid taken."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Ask the main process to end (SGLang then ends its own children), and end whatever is left after the grace."""
+    process.poll()
+    if process.returncode is None:
+        process.terminate()
+    deadline = time.monotonic() + _GRACE
+    while _descendants(os.getpid()) and time.monotonic() < deadline:
+        process.poll()
+        if process.returncode is not None:
+            for pid in _descendants(os.getpid()):
+                _signal(pid, signal.SIGTERM)
+            _reap()
+        time.sleep(0.1)
+    for pid in _descendants(os.getpid()):
+        _signal(pid, signal.SIGKILL)
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def main(command: list[str]) -> int:
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stop: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+
+    def in_child() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=in_child)
+    while process.poll() is None and not stop:
+        readable, _, _ = select.select([0], [], [], 0.3)
+        if readable and not os.read(0, 4096):
+            break
+    died = process.returncode
+    _end(process)
+    return died if died is not None else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

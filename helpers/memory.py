@@ -1,0 +1,271 @@
+"""Where memory goes: predicted from the config, measured from the processes.
+
+PSS (proportional set size, /proc/<pid>/smaps_rollup) divides a shared page among its users, so the sum over processes is
+what the machine really holds; RSS would count the libraries that all of them map once for each.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from helpers.anatomy import parameter_table, total_parameters
+from helpers.profiles import Profile
+
+if TYPE_CHECKING:
+    from helpers.trainer import MegatronTrainer
+
+MIB = 2**20
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+# --- predicted --------------------------------------------------------------------------------------------------------
+def parameter_count(settings: Profile) -> int:
+    """Parameters of the profile's model, from its config alone."""
+    return total_parameters(settings.model)
+
+
+def predicted_trainer_bytes(settings: Profile) -> dict[str, int]:
+    """Bytes of the trainer's long-lived tensors on one rank without parallelism: weights, gradients, Adam.
+
+    fp32: Megatron's optimizer updates the weights in place, so there is no master copy; bf16 adds an fp32 one.
+    """
+    n, size = parameter_count(settings), _BYTES[settings.model.dtype]
+    trainable = n if not settings.trainer.freeze_experts else n - _expert_parameters(settings)
+    return {
+        "weights": n * size,
+        "gradients": trainable * 4,  # DDP keeps the buffer in fp32 (grad_reduce_in_fp32)
+        "Adam moments": trainable * 8,
+        "master weights": 0 if size == 4 else trainable * 4,
+    }
+
+
+def _expert_parameters(settings: Profile) -> int:
+    return sum(row.parameters for row in parameter_table(settings.model) if "expert" in row.component)
+
+
+def predicted_logits_bytes(settings: Profile, episodes: int, sequence: int) -> int:
+    """Bytes of one copy of the logits in fp32, [episodes, sequence, vocabulary]. A loss over them holds several."""
+    return episodes * sequence * settings.model.vocab_size * 4
+
+
+def predicted_attention_bytes(settings: Profile, episodes: int, sequence: int) -> int:
+    """Bytes of one copy of all layers' attention probabilities with the sink's column: [episodes, heads, S, S + 1]."""
+    m = settings.model
+    return m.num_hidden_layers * episodes * m.num_attention_heads * sequence * (sequence + 1) * 4
+
+
+def predicted_kv_bytes(settings: Profile, full_tokens: int, window_tokens: int) -> int:
+    """Bytes of SGLang's two KV pools: full_tokens for full-attention layers, window_tokens for sliding ones.
+
+    Each pool has one page more than its tokens (page size 1: the slot that padding writes to).
+    """
+    m = settings.model
+    per_layer_token = 2 * m.num_key_value_heads * m.head_dim * _BYTES[m.dtype]
+    sliding = (m.num_hidden_layers + 1) // 2
+    return per_layer_token * (sliding * (window_tokens + 1) + (m.num_hidden_layers - sliding) * (full_tokens + 1))
+
+
+# --- measured: tensors ------------------------------------------------------------------------------------------------
+def measured_trainer_bytes(trainer: MegatronTrainer) -> dict[str, int]:
+    """Bytes of the trainer's real tensors, found by walking model, DDP buffers and optimizer state."""
+    module = trainer.model.module
+    buffers = [*module.buffers, *getattr(module, "expert_parallel_buffers", [])]
+    states = [s for o in _torch_optimizers(trainer.optimizer) for s in o.state.values()]
+    moments = sum(_size(s[k]) for s in states for k in ("exp_avg", "exp_avg_sq") if k in s)
+    own = {p.data_ptr() for p in module.parameters()}
+    masters = {p.data_ptr(): _size(p) for o in _torch_optimizers(trainer.optimizer) for g in o.param_groups for p in g["params"]}
+    return {
+        "weights": sum(_size(p) for p in module.parameters()),
+        "gradients": sum(_size(b.grad_data) for b in buffers),
+        "Adam moments": moments,
+        "master weights": sum(size for pointer, size in masters.items() if pointer not in own),
+    }
+
+
+def _torch_optimizers(optimizer) -> list:
+    """The torch optimizers inside Megatron's wrapper (a ChainedOptimizer holds one for dense and one for expert weights)."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [o.optimizer for o in chained if getattr(o, "optimizer", None) is not None]
+
+
+def _size(tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+@contextmanager
+def saved_for_backward() -> Iterator[dict[str, int]]:
+    """Measure the most bytes that autograd keeps for backward passes at one time inside the block.
+
+    Each storage counts once, from when a node saves it until the last node lets go of it; parameters are left out.
+    yields {"bytes": n}, filled while the block runs. Source: torch.autograd.graph.saved_tensors_hooks.
+    """
+    import torch
+
+    users: dict[int, int] = {}  # storage address -> saved tensors that hold it
+    result, held = {"bytes": 0}, [0]
+
+    class Saved:
+        """What a node holds instead of the tensor; its end is the node's end."""
+
+        def __init__(self, tensor):
+            storage = tensor.untyped_storage()
+            self.tensor, self.key, self.size = tensor, storage.data_ptr(), storage.nbytes()
+            users[self.key] = users.get(self.key, 0) + 1
+            held[0] += self.size if users[self.key] == 1 else 0
+            result["bytes"] = max(result["bytes"], held[0])
+
+        def __del__(self):
+            users[self.key] -= 1
+            held[0] -= self.size if users[self.key] == 0 else 0
+
+    def pack(tensor):
+        return tensor if isinstance(tensor, torch.nn.Parameter) else Saved(tensor)
+
+    def unpack(saved):
+        return saved.tensor if isinstance(saved, Saved) else saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield result
+
+
+# --- measured: processes ----------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class ProcessMemory:
+    """One process at one time. pss in bytes."""
+
+    pid: int
+    role: str
+    pss: int
+
+
+def pss(pid: int) -> int:
+    """Proportional set size of a process in bytes; 0 when it is gone or not ours to read."""
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+def process_tree(roots: Sequence[int]) -> list[int]:
+    """The roots and all their descendants that live now."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if fields[0] != "Z":
+                children.setdefault(int(fields[1]), []).append(int(entry))
+    found, todo = [], list(roots)
+    while todo:
+        pid = todo.pop()
+        if pid not in found:
+            found.append(pid)
+            todo += children.get(pid, [])
+    return found
+
+
+def alive(pids: Sequence[int], patience: float = 5.0) -> list[int]:
+    """Which of these processes still run after up to `patience` seconds; zombies do not count."""
+    deadline = time.monotonic() + patience
+    while True:
+        left = [pid for pid in pids if _state(pid) not in ("", "Z", "X")]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return ""
+
+
+_ROLES = (  # what to call a process, by what its command line or title contains; the first that fits wins
+    ("sglang::scheduler", "SGLang scheduler"),
+    ("sglang::detokenizer", "SGLang detokenizer"),
+    ("sglang::", "SGLang other"),
+    ("sglang.launch_server", "SGLang HTTP server"),
+    ("TrainerActor", "Megatron trainer"),
+    ("RolloutActor", "Ray rollout actor"),
+    ("ray", "Ray"),
+    ("launcher.py", "launcher"),
+    ("ipykernel", "notebook kernel"),
+)
+
+
+def role_of(pid: int) -> str:
+    """What a process is in this course; "other" where nothing fits."""
+    try:
+        title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return "other"
+    if "launcher.py" in title:
+        return "launcher"
+    return next((role for part, role in _ROLES if part in title), "other")
+
+
+def snapshot(roots: Sequence[int]) -> list[ProcessMemory]:
+    """PSS of the roots and everything below them, now."""
+    return [ProcessMemory(pid, role_of(pid), pss(pid)) for pid in process_tree(roots)]
+
+
+class MemoryTimeline:
+    """Samples PSS by role in a thread, and remembers which phase each sample fell into.
+
+    `with timeline.phase("rollout"): ...` names a stretch. A sample costs a few milliseconds of kernel time a process.
+    """
+
+    def __init__(self, roots: Sequence[int], interval: float = 0.25):
+        self.roots, self.interval = list(roots), interval
+        self.rows: list[tuple[float, str, str, int]] = []  # seconds, phase, role, bytes
+        self._phase, self._stop, self._start = "idle", threading.Event(), time.monotonic()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> MemoryTimeline:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self._stop.set()
+        self._thread.join(5)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        before, self._phase = self._phase, name
+        try:
+            yield
+            self.sample()  # a phase shorter than the interval is still seen
+        finally:
+            self._phase = before
+
+    def sample(self) -> None:
+        now, phase = time.monotonic() - self._start, self._phase
+        totals: dict[str, int] = {}
+        for process in snapshot(self.roots):
+            totals[process.role] = totals.get(process.role, 0) + process.pss
+        self.rows += [(now, phase, role, size) for role, size in totals.items()]
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.interval):
+            self.sample()
+
+    def peak_by_phase(self) -> dict[str, dict[str, int]]:
+        """phase -> role -> largest PSS seen, in bytes, phases in order of appearance."""
+        peaks: dict[str, dict[str, int]] = {}
+        for _, phase, role, size in self.rows:
+            roles = peaks.setdefault(phase, {})
+            roles[role] = max(size, roles.get(role, 0))
+        return peaks

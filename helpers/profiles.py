@@ -1,0 +1,301 @@
+"""Profiles: one frozen record that says everything a run depends on, from model size to process environment.
+
+`load_profile("cpu")` is the only way that settings enter a notebook. This module imports neither torch nor any engine, so
+that the runner and the kernel can read settings in milliseconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PROJECT_ROOT = Path(__file__).resolve().parent.parent
+SHARED_VARIABLE = "GRPO_SHARED_SERVER"  # file with the address of the SGLang server that a series shares
+RUNS_VARIABLE = "GRPO_RUNS"  # another place for results than <project>/runs
+DEVICE_VARIABLE = "GRPO_DEVICE"  # what a process was told to run on: "cpu" or "cuda"; never guessed
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The gpt-oss architecture; names are those of transformers' GptOssConfig.
+
+    source: "generated" (random weights of this shape), "folder" (path) or "hub" (path is the repository's name).
+    """
+
+    source: str = "generated"
+    path: str = ""
+    vocab_size: int = 64
+    hidden_size: int = 64
+    intermediate_size: int = 128  # != hidden_size: a wrongly transposed down_proj cannot hide
+    num_hidden_layers: int = 2  # one sliding, one full attention layer
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 32
+    num_local_experts: int = 4
+    num_experts_per_tok: int = 2
+    sliding_window: int = 16
+    max_position_embeddings: int = 4096
+    initializer_range: float = 0.1
+    dtype: str = "float32"  # of weights and arithmetic in both engines
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """One GRPO step trains on `prompts` x `group_size` episodes."""
+
+    prompts: int = 32
+    group_size: int = 8
+
+    @property
+    def episodes(self) -> int:
+        return self.prompts * self.group_size
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How the rollout engine samples. Temperature also scales the trainer's logits, so that both speak of one policy."""
+
+    temperature: float = 1.0
+    max_new_tokens: int = 24
+
+
+@dataclass(frozen=True)
+class AlgorithmSettings:
+    """The loss. Defaults: GRPO advantages (arXiv 2402.03300) with DAPO's token mean and clip-higher (2503.14476)."""
+
+    advantage: str = "std"  # std | mean | leave_one_out
+    ratio: str = "token"  # token | sequence (GSPO, 2507.18071)
+    normaliser: str = "token"  # token | sequence | constant (Dr. GRPO, 2503.20783)
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float | None = None
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """Megatron: parallel layout and optimizer."""
+
+    ranks: int = 1
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    learning_rate: float = 5e-4
+    warmup_steps: int = 5
+    decay_steps: int | None = None  # None: constant after warm-up; else cosine down to a tenth over so many steps
+    beta1: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    micro_batch: int = 256  # episodes a forward-backward pass and rank
+    seq_length: int | None = None  # None: the step's longest episode, rounded up to 8
+    freeze_experts: bool = False
+
+
+@dataclass(frozen=True)
+class WarmStartSettings:
+    """Supervised steps that give GRPO a policy with something to choose from (facts: the median task)."""
+
+    demonstrations: int = 4000
+    lazy_share: float = 0.65  # answers at once with a random digit of the question
+    slip_rate: float = 0.2  # chance of each further slip in a worked demonstration
+    steps: int = 180
+    batch: int = 64
+    learning_rate: float = 5e-3
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """SGLang servers."""
+
+    engines: int = 1
+    shared: bool = True  # one server for all notebooks of a series; on a GPU each notebook starts and stops its own
+    max_total_tokens: int | None = 16384  # KV cache in tokens; SGLang on a CPU takes half the memory when unset
+    max_running_requests: int = 256
+    start_timeout: float = 300.0  # seconds
+    request_timeout: float = 180.0  # seconds
+    mem_fraction: float | None = None  # GPU: SGLang's mem_fraction_static
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """Ray, started on this machine only and bound to loopback."""
+
+    num_cpus: int = 2
+    object_store_mib: int = 80
+    dashboard: bool = True
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All settings of a run. `load_profile` makes one; nothing changes it afterwards."""
+
+    name: str
+    device: str  # "cpu" or "cuda": chosen here and nowhere else
+    seed: int = 0
+    steps: int = 100
+    task: str = "median"
+    heldout: int = 256  # questions in the held-out set
+    model: ModelSettings = field(default_factory=ModelSettings)
+    batch: BatchSettings = field(default_factory=BatchSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+    warm_start: WarmStartSettings = field(default_factory=WarmStartSettings)
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
+
+    @property
+    def distributed_backend(self) -> str:
+        """torch.distributed's backend for the trainer ranks."""
+        return {"cpu": "gloo", "cuda": "nccl"}[self.device]
+
+    @property
+    def runs(self) -> Path:
+        """Folder of all results of this profile."""
+        root = os.environ.get(RUNS_VARIABLE)
+        return (Path(root) if root else PROJECT_ROOT / "runs") / self.name
+
+    def run_folder(self, notebook: str) -> Path:
+        """runs/<profile>/<notebook>, made if missing."""
+        folder = self.runs / notebook
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def checkpoint(self, name: str) -> Path:
+        """runs/<profile>/checkpoints/<name>-seed<seed>: a Hugging Face folder. Not made here."""
+        return self.runs / "checkpoints" / f"{name}-seed{self.seed}"
+
+    def process_environment(self, role: str) -> dict[str, str]:
+        """The environment variables that a process of this run gets. role: "kernel", "trainer" or "server".
+
+        This is the one place where the CPU back end is handed on; no process looks at the hardware to decide.
+        """
+        if role not in ("kernel", "trainer", "server"):
+            raise ValueError(f"unknown process role {role!r}: use kernel, trainer or server")
+        env = {DEVICE_VARIABLE: self.device, **_COMMON_ENVIRONMENT}
+        if self.device == "cpu":
+            env |= _CPU_ENVIRONMENT
+            if role == "server":
+                env |= _CPU_SERVER_ENVIRONMENT
+        return env
+
+
+_COMMON_ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",  # no request to another host
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray must not hide GPUs by itself (verl 589, NeMo-RL 2252)
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+_CPU_ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo",  # trainer ranks of one machine; also where the host's own name does not resolve
+    "CUDA_VISIBLE_DEVICES": "",  # a GPU that happens to be there stays out of a CPU run
+    "OMP_NUM_THREADS": "1",  # two engines share two cores: more threads stall (13 s a step was seen)
+    "TORCHDYNAMO_DISABLE": "1",  # first steps took up to 34 s with the compiler on
+    "TORCH_COMPILE_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",  # the tiny model is generated; a hub look-up would only hang
+}
+_CPU_SERVER_ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    # the stub of the CUDA-only sgl_kernel is seen by CPU servers alone: on a GPU it would shadow the real kernels
+    "PYTHONPATH": str(PROJECT_ROOT / "helpers" / "cpu" / "stubs"),
+}
+
+
+def _profiles() -> dict[str, Profile]:
+    harmony_20b = ModelSettings(
+        source="generated", vocab_size=201_088, hidden_size=2880, intermediate_size=2880, num_hidden_layers=24,
+        num_attention_heads=64, num_key_value_heads=8, head_dim=64, num_local_experts=32, num_experts_per_tok=4,
+        sliding_window=128, max_position_embeddings=131_072, initializer_range=0.02, dtype="bfloat16",
+    )  # fmt: skip
+    few_hundred_million = ModelSettings(
+        vocab_size=64, hidden_size=768, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=12,
+        num_key_value_heads=4, head_dim=64, num_local_experts=16, num_experts_per_tok=4, sliding_window=128,
+        max_position_embeddings=4096, initializer_range=0.02, dtype="bfloat16",
+    )  # fmt: skip
+    gpu_rollout = RolloutSettings(shared=False, max_total_tokens=None, start_timeout=900.0, mem_fraction=0.4)
+    one_gpu = dict(device="cuda", rollout=gpu_rollout, cluster=ClusterSettings(num_cpus=8, object_store_mib=512))
+    long_answers = SamplingSettings(max_new_tokens=1024)
+    return {
+        "cpu": Profile(name="cpu", device="cpu"),
+        "gpu": Profile(name="gpu", model=few_hundred_million, **one_gpu),
+        "gpu-20b": Profile(
+            name="gpu-20b", model=harmony_20b, sampling=long_answers,
+            trainer=TrainerSettings(freeze_experts=True, micro_batch=4, learning_rate=1e-6), **one_gpu,
+        ),
+        "cluster": Profile(
+            name="cluster", device="cuda", model=harmony_20b, sampling=long_answers,
+            batch=BatchSettings(prompts=64, group_size=4), rollout=gpu_rollout,
+            trainer=TrainerSettings(ranks=8, tensor_parallel=8, expert_parallel=8, micro_batch=4, learning_rate=1e-6),
+            cluster=ClusterSettings(num_cpus=32, object_store_mib=2048),
+        ),
+    }  # fmt: skip
+
+
+PROFILES = tuple(_profiles())
+
+
+def load_profile(name: str, **changes) -> Profile:
+    """The profile `name` with top-level or dotted changes, e.g. load_profile("cpu", seed=1, **{"batch.prompts": 8}).
+
+    Raises ValueError for an unknown profile or setting (with the nearest known name), TypeError for a wrong type.
+    """
+    known = _profiles()
+    if name not in known:
+        raise ValueError(f"unknown profile {name!r}{_nearest(name, known)}; profiles: {', '.join(known)}")
+    profile = known[name]
+    for key, value in changes.items():
+        profile = _replace(profile, key, value)
+    _check(profile)
+    return profile
+
+
+def _nearest(word: str, known) -> str:
+    match = difflib.get_close_matches(str(word), list(known), n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def _replace(record, dotted: str, value):
+    """A copy of the nested frozen record with one field changed; the type must be that of the present value."""
+    head, _, rest = dotted.partition(".")
+    names = [f.name for f in dataclasses.fields(record)]
+    if head not in names:
+        raise ValueError(f"unknown setting {dotted!r} of {type(record).__name__}{_nearest(head, names)}; it has: {', '.join(names)}")
+    present = getattr(record, head)
+    if rest:
+        if not dataclasses.is_dataclass(present):
+            raise ValueError(f"setting {head!r} has no parts, so {dotted!r} names nothing")
+        return dataclasses.replace(record, **{head: _replace(present, rest, value)})
+    return dataclasses.replace(record, **{head: _checked(dotted, present, value)})
+
+
+def _checked(name: str, present, value):
+    if isinstance(present, float) and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if present is not None and value is not None and type(value) is not type(present):
+        raise TypeError(f"setting {name!r} is a {type(present).__name__} (now {present!r}), not {value!r} ({type(value).__name__})")
+    return value
+
+
+def _check(p: Profile) -> None:
+    """Refuse settings that contradict each other, before anything starts."""
+    t, problems = p.trainer, []
+    if p.steps < 1 or p.batch.prompts < 1 or p.heldout < 1:
+        problems.append("steps, batch.prompts and heldout must be at least 1")
+    if p.batch.group_size < 2:
+        problems.append("batch.group_size must be at least 2: GRPO compares the answers to one question with each other")
+    if t.ranks % (t.tensor_parallel * t.pipeline_parallel):
+        problems.append(
+            f"trainer.ranks = {t.ranks} does not divide into tensor_parallel x pipeline_parallel = "
+            f"{t.tensor_parallel} x {t.pipeline_parallel}"
+        )
+    if p.model.num_local_experts % t.expert_parallel:
+        problems.append(f"{p.model.num_local_experts} experts do not divide by expert_parallel = {t.expert_parallel}")
+    if p.model.num_key_value_heads % t.tensor_parallel:
+        problems.append(f"{p.model.num_key_value_heads} key-value heads do not divide by tensor_parallel = {t.tensor_parallel}")
+    if p.model.num_hidden_layers % t.pipeline_parallel:
+        problems.append(f"{p.model.num_hidden_layers} layers do not divide by pipeline_parallel = {t.pipeline_parallel}")
+    if problems:
+        raise ValueError(f"profile {p.name!r} contradicts itself: " + "; ".join(problems))

@@ -1,0 +1,286 @@
+"""Rollout: an SGLang server in a session of its own, and groups of sampled answers from it.
+
+A server rather than an in-process Engine: in a notebook the Engine meets a running event loop, and a kernel interrupt
+kills its scheduler (sglang 4478, 3770).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import requests
+
+from helpers.checkpoints import require_checkpoint
+from helpers.harmony import encode, load_tokenizer, stop_token_ids
+from helpers.memory import alive
+from helpers.profiles import SHARED_VARIABLE, Profile
+from helpers.records import Episode
+from helpers.tasks import Problem
+
+log = logging.getLogger(__name__)
+LAUNCHER = Path(__file__).with_name("launcher.py")
+
+
+class RolloutError(RuntimeError):
+    """The server did not start, died, or refused a request; the message says which and where its log is."""
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """Where a server listens, whose it is, and the shape of the model it serves."""
+
+    url: str
+    pid: int
+    log: str
+    shape: str
+
+
+def model_shape(folder: Path | str) -> str:
+    """What decides whether a running server can take a checkpoint's weights: the config without names and versions."""
+    config = json.loads((Path(folder) / "config.json").read_text())
+    return json.dumps({k: v for k, v in sorted(config.items()) if k not in ("transformers_version", "_name_or_path")})
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def server_command(settings: Profile, checkpoint: Path, port: int) -> list[str]:
+    """SGLang's command line for this profile."""
+    r, m = settings.rollout, settings.model
+    command = [
+        sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--model-path", str(checkpoint),
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", m.dtype, "--weight-version", "initial",
+        "--random-seed", str(settings.seed), "--log-level", "warning", "--skip-server-warmup", "--skip-tokenizer-init",
+        "--max-running-requests", str(r.max_running_requests),
+    ]  # fmt: skip
+    if r.max_total_tokens:
+        command += ["--max-total-tokens", str(r.max_total_tokens)]
+    if r.mem_fraction:
+        command += ["--mem-fraction-static", str(r.mem_fraction)]
+    if settings.device == "cpu":
+        # "triton" is the name under which SGLang runs gpt-oss experts (bias, clamp, alpha) in plain torch without AMX
+        # --sleep-on-idle: the scheduler otherwise polls without pause and takes a core from the trainer
+        command += ["--device", "cpu", "--moe-runner-backend", "triton", "--sleep-on-idle"]
+    return command
+
+
+class SGLangClient:
+    """HTTP requests to one SGLang server. timeout: seconds a request may take."""
+
+    def __init__(self, url: str, timeout: float, log: Path | str = ""):
+        self.url, self.timeout, self.log = url, timeout, Path(log)
+        self.http = requests.Session()
+        self.http.trust_env = False  # a proxy from the environment must not see loopback requests
+
+    def healthy(self) -> bool:
+        try:
+            return self.http.get(self.url + "/health", timeout=5).status_code == 200
+        except requests.RequestException:
+            return False
+
+    def post(self, path: str, **payload):
+        """POST to the server; returns its JSON. Raises RolloutError with the server's own words."""
+        try:
+            reply = self.http.post(self.url + path, json=payload, timeout=self.timeout)
+        except requests.RequestException as error:
+            raise RolloutError(f"SGLang does not answer {path}: {type(error).__name__}.{self.log_tail()}") from error
+        if reply.status_code != 200:
+            raise RolloutError(f"SGLang refused {path} ({reply.status_code}): {reply.text[:300]}")
+        return reply.json()
+
+    def log_tail(self, lines: int = 12) -> str:
+        """The end of the server's log, for error messages; empty where this client does not know it."""
+        if not self.log.is_file():
+            return ""
+        text = self.log.read_text(errors="replace").splitlines()
+        return f" Last lines of {self.log}:\n" + "\n".join(text[-lines:])
+
+
+class RolloutServer(SGLangClient):
+    """An SGLang server. `with RolloutServer(settings, checkpoint) as server:` or start() ... stop() over several cells.
+
+    start() launches and wait() blocks until it answers, so that imports can overlap with other work in between.
+    """
+
+    def __init__(self, settings: Profile, checkpoint: Path | str, log_file: Path | str | None = None):
+        self.settings, self.checkpoint = settings, require_checkpoint(Path(checkpoint))
+        log_file = log_file or settings.runs / "logs" / f"sglang-{os.getpid()}-{time.time_ns() % 10**9}.log"
+        super().__init__("", settings.rollout.request_timeout, log_file)
+        self.tokenizer = load_tokenizer(self.checkpoint)
+        self.shape = model_shape(self.checkpoint)
+        self.process: subprocess.Popen | None = None
+        self.pid = 0  # of the launcher; all of the server's processes are below it
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+    def __enter__(self) -> RolloutServer:
+        return self.start().wait()
+
+    def __exit__(self, *exc) -> None:
+        self.stop()
+
+    def start(self) -> RolloutServer:
+        """Launch the server; returns at once."""
+        port = free_port()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.url = f"http://127.0.0.1:{port}"
+        environment = {**os.environ, **self.settings.process_environment("server")}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # SGLang's imports take twice as long without .pyc files
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-S", str(LAUNCHER), *server_command(self.settings, self.checkpoint, port)],
+                stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=environment,
+            )  # fmt: skip
+        self._started, self.pid = time.monotonic(), self.process.pid
+        return self
+
+    def wait(self) -> RolloutServer:
+        """Block until the server answers. Raises RolloutError if it dies or takes longer than rollout.start_timeout."""
+        deadline = self._started + self.settings.rollout.start_timeout
+        while not self.healthy():
+            if not alive([self.pid], patience=0):
+                code = self.process.poll() if self.process else "unknown"
+                raise RolloutError(f"SGLang ended with code {code} before it answered.{self.log_tail()}")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise RolloutError(
+                    f"SGLang did not answer within {self.settings.rollout.start_timeout:.0f} s; on a busy machine raise "
+                    f"rollout.start_timeout.{self.log_tail()}"
+                )
+            time.sleep(0.25)
+        self.start_seconds = time.monotonic() - self._started
+        return self
+
+    def stop(self) -> None:
+        """End the server and all its processes; safe to call twice."""
+        if self.process is not None:
+            pid = self.process.pid
+            self.process.stdin.close()
+            try:
+                self.process.wait(25)
+            except subprocess.TimeoutExpired:
+                os.killpg(pid, signal.SIGKILL)
+                self.process.wait(10)
+            self.process = None
+            _remove_load_files()
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+    def generate(self, prompts: Sequence[Sequence[int]], temperature: float, n: int = 1, max_new_tokens: int = 24, **extra):
+        """SGLang's raw answers, n for each prompt in order, with one logprob a token."""
+        sampling = dict(
+            temperature=temperature, max_new_tokens=max_new_tokens, n=n, stop_token_ids=stop_token_ids(self.tokenizer)
+        )
+        outputs = self.post(
+            "/generate", input_ids=[list(p) for p in prompts], sampling_params=sampling, return_logprob=True, **extra
+        )
+        return outputs if isinstance(outputs, list) else [outputs]
+
+    def prompt_logprobs(self, tokens: Sequence[Sequence[int]]) -> list[list[float]]:
+        """log p(token[t] | before) for t >= 1 of given sequences: the server as a scorer."""
+        outputs = self.generate(tokens, temperature=1.0, max_new_tokens=1, logprob_start_len=0)
+        return [[entry[0] for entry in o["meta_info"]["input_token_logprobs"][1:]] for o in outputs]
+
+    def load_weights(self, checkpoint: Path | str, version: str = "initial") -> float:
+        """Take the weights of a checkpoint folder of the same shape; returns seconds. Raises RolloutError otherwise."""
+        folder = require_checkpoint(Path(checkpoint))
+        if model_shape(folder) != self.shape:
+            raise RolloutError(f"{folder} is a model of another shape than the server's; start a server of its own for it")
+        start = time.perf_counter()
+        done = self.post("/update_weights_from_disk", model_path=str(folder), weight_version=version, flush_cache=True)
+        if not done.get("success"):
+            raise RolloutError(f"SGLang did not take the weights of {folder}: {done.get('message')}")
+        return time.perf_counter() - start
+
+    # --- sharing ------------------------------------------------------------------------------------------------------
+    def address(self) -> ServerAddress:
+        return ServerAddress(self.url, self.pid, str(self.log), self.shape)
+
+    @classmethod
+    def attach(cls, settings: Profile, checkpoint: Path | str, address: ServerAddress) -> RolloutServer:
+        """A handle on a server that somebody else started and will stop."""
+        server = cls(settings, checkpoint, address.log)
+        server.url, server.pid, server._started = address.url, address.pid, time.monotonic()
+        return server
+
+
+def open_server(settings: Profile, checkpoint: Path | str) -> RolloutServer:
+    """A server that serves `checkpoint`: the series' shared one if its model has the same shape, else a new one.
+
+    Logs which; in both cases stop() is right afterwards (it leaves a shared server alone). Call wait() before use.
+    """
+    shared = os.environ.get(SHARED_VARIABLE)
+    if shared and Path(shared).is_file():
+        address = ServerAddress(**json.loads(Path(shared).read_text()))
+        if alive([address.pid], patience=0) and address.shape == model_shape(require_checkpoint(Path(checkpoint))):
+            server = RolloutServer.attach(settings, checkpoint, address).wait()
+            server.load_weights(checkpoint)
+            log.info("attached to the running SGLang server at %s", address.url)
+            return server
+    log.info("starting an SGLang server for %s", checkpoint)
+    return RolloutServer(settings, checkpoint).start()
+
+
+@contextmanager
+def shared_server(settings: Profile, checkpoint: Path | str) -> Iterator[dict[str, str]]:
+    """Start a server for a series of notebooks; yields the environment that lets open_server find it.
+
+    It is not waited for: whoever attaches first waits, while the notebooks that need no server run already.
+    """
+    server = RolloutServer(settings, checkpoint, settings.runs / "logs" / "sglang-shared.log").start()
+    path = settings.runs / "shared_server.json"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(asdict(server.address())))
+    os.replace(temporary, path)
+    try:
+        yield {SHARED_VARIABLE: str(path)}
+    finally:
+        path.unlink(missing_ok=True)
+        server.stop()
+
+
+def roll_out(server: RolloutServer, problems: Sequence[Problem], settings: Profile, greedy: bool = False) -> list[Episode]:
+    """group_size sampled answers for each problem (one greedy answer each if `greedy`), as episodes in order."""
+    prompts = [encode(server.tokenizer, p.prompt) for p in problems]
+    n = 1 if greedy else settings.batch.group_size
+    temperature = 0.0 if greedy else settings.sampling.temperature
+    outputs = server.generate(prompts, temperature, n, settings.sampling.max_new_tokens)
+    if len(outputs) != n * len(prompts):
+        raise RolloutError(f"asked SGLang for {n} x {len(prompts)} answers, got {len(outputs)}")
+    return [_episode(output, prompts[i // n], i // n) for i, output in enumerate(outputs)]
+
+
+def _episode(output: dict, prompt: tuple[int, ...], group: int) -> Episode:
+    info = output["meta_info"]
+    logprobs = tuple(entry[0] for entry in info["output_token_logprobs"])
+    return Episode(
+        prompt, tuple(output["output_ids"]), logprobs, info["finish_reason"]["type"], group, str(info.get("weight_version", ""))
+    )
+
+
+def _remove_load_files() -> None:
+    """SGLang leaves a small shared-memory file a server (sglang_loads_<id>) behind; remove those that no process maps."""
+    files = list(Path("/dev/shm").glob("sglang_loads_*"))
+    mapped = "".join(_maps(entry) for entry in os.listdir("/proc") if files and entry.isdigit())
+    for file in files:
+        if file.name not in mapped:
+            file.unlink(missing_ok=True)
+
+
+def _maps(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/maps").read_text()
+    except OSError:  # gone, or another user's
+        return ""

@@ -1,0 +1,111 @@
+"""Procedural tasks with a verifier. `median`: the middle one of seven digits.
+
+A worked answer sorts the digits in the analysis channel and then gives the middle one; a lazy answer guesses at once. Train
+and held-out questions differ in the *multiset* of digits, not only in their order, so nothing held out was seen in any order.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from dataclasses import dataclass
+
+from helpers.harmony import render_completion, render_prompt
+
+DIGITS = 7
+HELD_OUT_SHARE = 10  # one multiset in ten is never trained on
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question and the exact answer that earns the reward."""
+
+    question: str
+    answer: str
+
+    @property
+    def prompt(self) -> str:
+        return render_prompt(self.question)
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A supervised example: prompt and completion as harmony text."""
+
+    prompt: str
+    completion: str
+
+
+def is_held_out(question: str) -> bool:
+    """Whether this question's multiset of digits is kept out of training.
+
+    >>> is_held_out("1234567") == is_held_out("7654321")
+    True
+    """
+    return zlib.crc32("".join(sorted(question)).encode()) % HELD_OUT_SHARE == 0
+
+
+def _digits(rng: random.Random, held_out: bool) -> str:
+    while True:
+        question = "".join(str(rng.randint(0, 9)) for _ in range(DIGITS))
+        if is_held_out(question) == held_out:
+            return question
+
+
+def _slipped_sort(question: str, rng: random.Random, slip_rate: float) -> list[str]:
+    """The digits sorted, with slips: neighbours swapped or one digit misread, each further one with `slip_rate`."""
+    order = sorted(question)
+    while rng.random() < slip_rate:
+        i = rng.randrange(len(order) - 1)
+        order[i], order[i + 1] = order[i + 1], order[i]
+        if rng.random() < 0.5:
+            order[rng.randrange(len(order))] = str(rng.randint(0, 9))
+    return order
+
+
+@dataclass(frozen=True)
+class MedianTask:
+    """The median of seven digits. Every stream is a pure function of (seed, step), so a resumed run sees the same data."""
+
+    seed: int = 0
+
+    def problem(self, question: str) -> Problem:
+        return Problem(question, sorted(question)[len(question) // 2])
+
+    def sample(self, count: int, step: int = 0) -> list[Problem]:
+        """`count` training problems of GRPO step `step`."""
+        rng = random.Random(f"train-{self.seed}-{step}")
+        return [self.problem(_digits(rng, held_out=False)) for _ in range(count)]
+
+    def held_out(self, count: int = 256) -> list[Problem]:
+        """The first `count` held-out problems: distinct multisets, the same for every seed of the run."""
+        rng, seen, problems = random.Random("held-out"), set(), []
+        while len(problems) < count:
+            question = _digits(rng, held_out=True)
+            key = "".join(sorted(question))
+            if key not in seen:
+                seen.add(key)
+                problems.append(self.problem(question))
+        return problems
+
+    def demonstrations(self, count: int, lazy_share: float, slip_rate: float) -> list[Demonstration]:
+        """Supervised examples, mostly lazy, some worked with slips: GRPO has something to choose between."""
+        rng = random.Random(f"demonstrations-{self.seed}")
+        return [self._demonstration(rng, lazy_share, slip_rate) for _ in range(count)]
+
+    def _demonstration(self, rng: random.Random, lazy_share: float, slip_rate: float) -> Demonstration:
+        question = _digits(rng, held_out=False)
+        if rng.random() < lazy_share:
+            return Demonstration(render_prompt(question), render_completion(rng.choice(question)))
+        order = _slipped_sort(question, rng, slip_rate)
+        return Demonstration(render_prompt(question), render_completion(order[DIGITS // 2], "".join(order)))
+
+
+TASKS = {"median": MedianTask}
+
+
+def load_task(name: str, seed: int = 0) -> MedianTask:
+    """The task `name`. Raises ValueError naming the known ones."""
+    if name not in TASKS:
+        raise ValueError(f"unknown task {name!r}; tasks: {', '.join(TASKS)}")
+    return TASKS[name](seed)

@@ -1,0 +1,298 @@
+"""The Megatron trainer: logprobs, updates, export, checkpoints.
+
+A plain class without Ray: notebook 05 holds one in its kernel, helpers.cluster puts one in each trainer rank's actor.
+Forward and backward go through Megatron's own schedule, DDP, gradient finalisation and optimizer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from helpers.bridge import MegatronModel, export_weights, load_megatron, prepare_process, start_ranks
+from helpers.losses import clipped_policy_loss
+from helpers.profiles import Profile
+from helpers.records import Batch, LossOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Loss = Callable[["Tensor", Batch], LossOutput]
+
+
+def policy_loss(settings: Profile) -> Loss:
+    """The loss that settings.algorithm describes."""
+    a = settings.algorithm
+    constant = settings.sampling.max_new_tokens if a.normaliser == "constant" else None
+    return partial(
+        clipped_policy_loss, clip_low=a.clip_low, clip_high=a.clip_high, ratio=a.ratio, dual_clip=a.dual_clip,
+        normaliser=a.normaliser, constant=constant,
+    )  # fmt: skip
+
+
+def token_logprobs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
+    """log p(labels) [B, S] from this rank's share of the logits [B, S, V / TP], in fp32, differentiable.
+
+    Source: megatron.core.tensor_parallel.vocab_parallel_cross_entropy, which wants [S, B, V / TP].
+    """
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    scaled = (logits.float() / temperature).transpose(0, 1).contiguous()
+    return -vocab_parallel_cross_entropy(scaled, labels.transpose(0, 1).contiguous()).transpose(0, 1)
+
+
+def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Entropy [B, S] in nats of the next-token distribution, over all tensor-parallel shares; no gradient."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    with torch.no_grad():
+        scaled = logits.float() / temperature
+        peak = scaled.amax(-1, keepdim=True)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+        weight = (scaled - peak).exp()
+        sums = torch.stack([weight.sum(-1), (weight * (scaled - peak)).sum(-1)])
+        dist.all_reduce(sums, group=group)
+    return sums[0].log() - sums[1] / sums[0]
+
+
+class MegatronTrainer:
+    """One rank of the trainer.
+
+    settings.trainer gives layout and optimizer; checkpoint is a Hugging Face folder; rank and store as in start_ranks.
+    Every method is collective: all ranks call it with the same arguments, each works on its data-parallel share.
+    """
+
+    def __init__(self, settings: Profile, checkpoint: Path | str, rank: int = 0, store=None):
+        self.settings, self.rank, self.steps_done = settings, rank, 0
+        self.seconds = {"import": prepare_process(settings)}
+        import torch
+
+        torch.manual_seed(settings.seed)
+        start_ranks(settings, rank, store)
+        self.model: MegatronModel = load_megatron(checkpoint, settings)
+        self.seconds |= self.model.seconds
+        self._freeze()
+        self._build_optimizer()
+
+    # --- what one step needs ------------------------------------------------------------------------------------------
+    def update(self, batch: Batch, loss: Loss | None = None) -> dict[str, float]:
+        """One optimizer step on the batch. Returns loss, grad_norm, learning_rate, entropy, seconds and the loss's metrics.
+
+        Raises FloatingPointError when the loss or the gradient norm is not finite; the weights are then unchanged.
+        """
+        start = time.perf_counter()
+        self._require_mode()
+        self._zero_gradients()
+        sums = self._forward_backward(batch, loss or policy_loss(self.settings), forward_only=False)
+        means = {name: total / max(count, 1e-12) for name, (total, count) in sums.items()}
+        self.scheduler.step(increment=1)
+        grad_norm = self._optimizer_step(means["loss"])
+        self.steps_done += 1
+        rate = self.optimizer.param_groups[0]["lr"]
+        return means | {"grad_norm": grad_norm, "learning_rate": rate, "seconds": time.perf_counter() - start}
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """[B, S] log-probability of batch.labels under the present weights, on the CPU; no gradient, 0 where masked."""
+        import torch
+
+        self._require_mode()
+        kept: list[Tensor] = []
+
+        def keep(logprobs: Tensor, part: Batch) -> LossOutput:
+            kept.append((logprobs * part.loss_mask).detach().cpu())
+            return LossOutput(logprobs.sum() * 0, part.loss_mask.sum())
+
+        self._forward_backward(batch, keep, forward_only=True)
+        return torch.cat(kept)
+
+    def export(self) -> dict[str, Tensor]:
+        """{Hugging Face name: tensor} on the CPU, cloned: sending them must not move live parameters into shared memory."""
+        self._require_mode()
+        return {name: tensor.clone().contiguous() for name, tensor in export_weights(self.model)}
+
+    def save(self, folder: Path | str) -> Path:
+        """Write model, optimizer, schedule, random state and step count as a Megatron distributed checkpoint.
+
+        Written beside its place and renamed by rank 0: a folder of that name is always a whole checkpoint.
+        """
+        import os
+        import shutil
+
+        import torch.distributed as dist
+        from megatron.core import dist_checkpointing
+
+        self._require_mode()
+        folder = Path(folder)
+        partial_folder = folder.with_name(f".{folder.name}.partial")
+        if self.rank == 0:
+            shutil.rmtree(partial_folder, ignore_errors=True)
+            partial_folder.mkdir(parents=True)
+        dist.barrier()
+        dist_checkpointing.save(self._state(loading=False), str(partial_folder))
+        dist.barrier()
+        if self.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(partial_folder, folder)
+        dist.barrier()
+        return folder
+
+    def resume(self, folder: Path | str) -> int:
+        """Load what `save` wrote; returns the number of steps done. Raises FileNotFoundError where there is none."""
+        import torch
+        from megatron.core import dist_checkpointing
+
+        self._require_mode()
+        if not Path(folder).is_dir():
+            raise FileNotFoundError(f"no trainer checkpoint in {folder}: it is written every few steps by notebook 06")
+        state = dist_checkpointing.load(self._state(loading=True), str(folder))
+        for i, chunk in enumerate(self._unwrapped()):
+            chunk.load_state_dict(state[f"model{i}"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.num_steps = 0  # Megatron's load_state_dict adds to the present count
+        self.scheduler.load_state_dict(state["scheduler"])
+        torch.set_rng_state(state["random"])
+        self.steps_done = state["steps_done"]
+        return self.steps_done
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+    def _require_mode(self) -> None:
+        if self.settings.device == "cpu":
+            from helpers.cpu.megatron_backend import require_mode
+
+            require_mode()
+
+    def _freeze(self) -> None:
+        if self.settings.trainer.freeze_experts:
+            for name, parameter in self.model.module.named_parameters():
+                if ".experts." in name:
+                    parameter.requires_grad_(False)
+
+    def _build_optimizer(self) -> None:
+        """Megatron's Adam (decoupled weight decay) and its scheduler: linear warm-up, then constant or cosine."""
+        import torch
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+        from megatron.core.utils import get_model_config
+
+        t, bf16 = self.settings.trainer, self.settings.model.dtype == "bfloat16"
+        config = OptimizerConfig(
+            optimizer="adam", lr=t.learning_rate, min_lr=0.0, weight_decay=t.weight_decay, adam_beta1=t.beta1,
+            adam_beta2=t.beta2, clip_grad=t.clip_grad, bf16=bf16,
+            params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        )  # fmt: skip
+        self.optimizer = get_megatron_optimizer(config, self.model.chunks)
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer, init_lr=0.0, max_lr=t.learning_rate,
+            min_lr=t.learning_rate * (0.1 if t.decay_steps else 1.0), lr_warmup_steps=t.warmup_steps,
+            lr_decay_steps=t.decay_steps or 10**9, lr_decay_style="cosine" if t.decay_steps else "constant",
+            start_wd=t.weight_decay, end_wd=t.weight_decay, wd_incr_steps=0, wd_incr_style="constant",
+        )  # fmt: skip
+        model_config = get_model_config(self.model.module)
+        model_config.finalize_model_grads_func = finalize_model_grads
+        model_config.grad_scale_func = self.optimizer.scale_loss
+
+    def _unwrapped(self) -> list:
+        """The model chunks without DDP and precision wrappers: their names are those of the checkpoint."""
+        from megatron.core.utils import unwrap_model
+
+        return unwrap_model(self.model.chunks)
+
+    def _state(self, loading: bool) -> dict:
+        """Megatron's sharded state dict of everything that a resumed run needs."""
+        import torch
+
+        state = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(self._unwrapped())}
+        optimizer = self.optimizer.sharded_state_dict(state["model0"], is_loading=loading)
+        return state | {
+            "optimizer": optimizer, "scheduler": self.scheduler.state_dict(), "random": torch.get_rng_state(),
+            "steps_done": self.steps_done,
+        }  # fmt: skip
+
+    def _zero_gradients(self) -> None:
+        for chunk in self.model.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def _share(self, batch: Batch) -> list[Batch]:
+        """This data-parallel rank's rows, cut into micro-batches. Raises ValueError when they do not divide."""
+        from megatron.core import parallel_state
+
+        ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        rows = batch.size[0]
+        if rows % ranks:
+            raise ValueError(f"{rows} episodes do not divide among {ranks} data-parallel ranks; change batch.prompts or group_size")
+        share = rows // ranks
+        size = min(self.settings.trainer.micro_batch, share)
+        if share % size:
+            raise ValueError(f"a rank's {share} episodes do not divide into micro-batches of {size}; change trainer.micro_batch")
+        first = rank * share
+        return [batch.rows(slice(i, i + size)) for i in range(first, first + share, size)]
+
+    def _forward_backward(self, batch: Batch, loss: Loss, forward_only: bool) -> dict[str, tuple[float, float]]:
+        """Run Megatron's schedule over the micro-batches; returns metric -> (sum, count) over the global batch."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        parts = self._share(batch)
+        results = get_forward_backward_func()(
+            forward_step_func=partial(self._forward_step, loss=loss), data_iterator=iter(parts), model=self.model.chunks,
+            num_microbatches=len(parts), seq_length=batch.size[1], micro_batch_size=parts[0].size[0],
+            forward_only=forward_only,
+        )  # fmt: skip
+        return self._reduce(results)
+
+    def _forward_step(self, parts: Iterator[Batch], model, loss: Loss):
+        """What the schedule calls once a micro-batch: (logits, function of the logits -> loss sum, count, metrics)."""
+        import torch
+
+        part, temperature = next(parts), self.settings.sampling.temperature
+        if self.settings.device == "cuda":
+            part = Batch(**{name: tensor.cuda(non_blocking=True) for name, tensor in vars(part).items()})
+        logits = model(part.tokens, part.position_ids, None)
+
+        def loss_of(logits: Tensor):
+            logprobs = token_logprobs(logits, part.labels, temperature)
+            out = loss(logprobs, part)
+            entropy = (token_entropy(logits, temperature) * part.loss_mask).sum()
+            metrics = out.metrics | {"loss": (out.total.detach(), out.normaliser), "entropy": (entropy, part.loss_mask.sum())}
+            if "logprob_gap" in metrics:
+                gap = (logprobs.detach() - part.rollout_logprobs).abs() * part.loss_mask
+                metrics["logprob_gap_max"] = (gap.max(), torch.ones(()))
+            return out.total, out.normaliser.int(), metrics
+
+        return logits, loss_of
+
+    def _reduce(self, results: Sequence[dict]) -> dict[str, tuple[float, float]]:
+        """Add the metrics of all micro-batches and data-parallel ranks; of a name that ends in _max take the largest."""
+        import torch
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+
+        if not results:  # not the last pipeline stage
+            return {}
+        names = list(results[0])
+        table = torch.stack([torch.stack([torch.stack([a.float(), b.float()]) for a, b in r.values()]) for r in results])
+        group = parallel_state.get_data_parallel_group()
+        total, peak = table.double().sum(0).to("cuda"), table.double().amax(0).to("cuda")
+        dist.all_reduce(total, group=group)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+        picked = [peak[i] if name.endswith("_max") else total[i] for i, name in enumerate(names)]
+        return {name: (row[0].item(), row[1].item()) for name, row in zip(names, picked)}
+
+    def _optimizer_step(self, loss: float) -> float:
+        """Clip, step; returns the gradient norm before clipping. Refuses a step that is not finite."""
+        import math
+
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss} at step {self.steps_done}: look at the batch's rewards and logprobs")
+        ok, grad_norm, _ = self.optimizer.step()
+        norm = float(grad_norm) if grad_norm is not None else 0.0
+        if not ok or not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient norm is {norm} at step {self.steps_done}: lower trainer.learning_rate")
+        return norm

@@ -1,0 +1,364 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 05 · One GRPO step in five calls
+#
+# **Question:** what happens in one GRPO step, from a question to a policy that
+# answers it a little better?
+#
+# **You need first:** notebook 02 (the Megatron model), 03 (the SGLang server)
+# and 04 (advantages and the clipped loss). What they leave on disk is used
+# here; if it is missing, it is made again, and this page says so.
+#
+# **Last verified:** 2026-11-30 on 2 CPU cores with Python 3.12, torch 2.11.0,
+# sglang 0.5.17, megatron-core 0.19.2 and megatron-bridge 0.6.2.
+
+# %% [markdown]
+# The whole step is five named calls:
+#
+# | call | who works | what comes out |
+# |---|---|---|
+# | `roll_out` | SGLang | groups of sampled answers with logprobs |
+# | `score` | a verifier | one reward an answer |
+# | `group_advantages` | a few lines of maths | who did better than its group |
+# | `trainer.update` | Megatron | new weights |
+# | `sync_weights` | both | the server speaks for the new weights |
+#
+# Here trainer and notebook share one process, so that you can look at every
+# tensor. Notebook 06 spreads the same calls over Ray.
+
+# %% tags=["parameters"]
+PROFILE: str = "cpu"  # which profile: cpu, gpu, gpu-20b or cluster
+SEED: int = 0  # seed of every random choice in this notebook
+
+# %%
+import time
+
+from helpers.figures import show_figure, use_style
+from helpers.preflight import prepare_kernel
+from helpers.profiles import load_profile
+from helpers.results import NotebookRun
+
+settings = load_profile(PROFILE, seed=SEED)
+prepare_kernel(settings)
+run = NotebookRun("05_grpo_step", settings)
+use_style()
+
+# %% [markdown]
+# ## 0 · Two engines, one checkpoint
+#
+# Both engines start from the warm-started checkpoint of notebook 02. The
+# server is asked for first: while its processes import their libraries, this
+# kernel builds the Megatron model.
+
+# %%
+from helpers.checkpoints import tokenizer_and_pad
+from helpers.rollout import open_server, roll_out
+from helpers.trainer import MegatronTrainer
+from helpers.warm_start import warm_checkpoint
+
+if not (settings.checkpoint("warm") / "config.json").exists():
+    print("no warm-started checkpoint yet: training it now, as notebook 02")
+checkpoint = warm_checkpoint(settings)
+tokenizer, pad_id = tokenizer_and_pad(checkpoint)
+server = open_server(settings, checkpoint)
+
+# %%
+trainer = MegatronTrainer(settings, checkpoint)
+server.wait()
+parameters = sum(p.numel() for p in trainer.model.module.parameters())
+print(f"trainer: {parameters:,} parameters, "
+      f"imports {trainer.seconds['import']:.1f} s, "
+      f"load {trainer.seconds['load']:.1f} s")
+print(f"server:  answers at {server.url}")
+
+# %% [markdown]
+# ## 1 · Roll out
+#
+# The task: give the median of seven digits. Each of the step's questions gets
+# a *group* of answers, sampled at temperature 1.
+#
+# **Predict:** the policy was warm-started on demonstrations of which 65% guess
+# a digit at once and 35% sort the digits first. What will the eight answers to
+# one question look like?
+
+# %%
+from helpers.harmony import decode
+from helpers.tasks import load_task
+
+task = load_task(settings.task, settings.seed)
+clock = {}
+start = time.perf_counter()
+problems = task.sample(settings.batch.prompts, step=0)
+episodes = roll_out(server, problems, settings)
+clock["roll out"] = time.perf_counter() - start
+print(f"{len(problems)} questions, {len(episodes)} answers, "
+      f"{sum(len(e.completion_ids) for e in episodes):,} new tokens, "
+      f"{clock['roll out']:.2f} s")
+
+# %%
+group = [e for e in episodes if e.group == 0]
+print("question", problems[0].question, "median", problems[0].answer, "\n")
+for e in group:
+    print(f"{len(e.completion_ids):2d} tokens  "
+          f"{decode(tokenizer, e.completion_ids)}")
+
+# %% [markdown]
+# Short answers go straight to the `final` channel: a guess. Long ones sort the
+# digits in the `analysis` channel and read the middle one off. Nothing tells
+# the policy which habit is better. Only the reward will.
+
+# %% [markdown]
+# ## 2 · Score
+#
+# The verifier is strict: the answer must be well-formed harmony, and its final
+# message must be exactly the right digit. A right digit in a broken message
+# earns nothing.
+
+# %%
+import torch
+
+from helpers.rewards import score
+
+start = time.perf_counter()
+rewards = torch.tensor(score(episodes, problems, tokenizer))
+clock["score"] = time.perf_counter() - start
+length = torch.tensor([float(len(e.completion_ids)) for e in episodes])
+worked = length > 10
+print(f"mean reward {rewards.mean():.3f}")
+print(f"guesses     {(~worked).sum():3d}, right {rewards[~worked].mean():.2f}")
+print(f"worked      {worked.sum():3d}, right {rewards[worked].mean():.2f}")
+
+# %% [markdown]
+# Working the answer out pays, though the policy does it only now and then.
+# That difference is all the signal GRPO gets.
+
+# %% [markdown]
+# ## 3 · Advantages
+#
+# GRPO has no value network: an answer is compared with its siblings. Its
+# advantage is `(reward - group mean) / group standard deviation`.
+#
+# **Predict:** what is the advantage in a group whose answers are all wrong?
+
+# %%
+from helpers.advantages import group_advantages, zero_variance_share
+
+start = time.perf_counter()
+groups = torch.tensor([e.group for e in episodes])
+advantages = group_advantages(rewards, groups, settings.algorithm.advantage)
+clock["advantages"] = time.perf_counter() - start
+silent = zero_variance_share(rewards, groups)
+print("first group, rewards   ", rewards[groups == 0].tolist())
+print("first group, advantages",
+      [round(a, 2) for a in advantages[groups == 0].tolist()])
+print(f"groups that say nothing: {silent:.0%}")
+run.record("zero_variance_share", silent)
+
+# %%
+import matplotlib.pyplot as plt
+
+table = advantages.view(settings.batch.prompts, -1)
+limit = float(table.abs().max())
+fig, ax = plt.subplots(figsize=(8, 3))
+image = ax.imshow(table.T, cmap="PuOr", vmin=-limit, vmax=limit, aspect="auto")
+ax.set_xlabel("question (group)")
+ax.set_ylabel("answer in the group")
+ax.grid(False)
+fig.colorbar(image, label="advantage")
+show_figure(
+    fig, run=run, name="advantages",
+    alt="Advantages of all answers, one column a question: each column mixes "
+        "positive and negative values; columns of one blank colour are "
+        "groups whose answers all earned the same.",
+    data={"question": groups.tolist(), "reward": rewards.tolist(),
+          "advantage": advantages.tolist()},
+)
+
+# %% [markdown]
+# Read a column from top to bottom: one lone right answer among seven wrong
+# ones gets a large positive advantage, and each wrong one a small negative
+# one. A column without colour is a zero-variance group: all right or all
+# wrong, so it pushes nowhere.
+
+# %% [markdown]
+# ## 4 · Update
+#
+# `collate` turns episodes into right-padded tensors in Megatron's convention:
+# position *t* predicts token *t + 1*. The loss mask is 1 where that next token
+# belongs to the completion.
+
+# %%
+from helpers.collate import collate
+
+batch = collate(episodes, advantages, pad_id, settings.trainer.seq_length)
+print("tokens", tuple(batch.tokens.shape), "of which",
+      int(batch.loss_mask.sum()), "are trained on")
+row = next(i for i in range(len(group)) if advantages[i] > 0)
+n = len(group[row].prompt_ids) + len(group[row].completion_ids)
+for t in range(len(group[row].prompt_ids) - 2, n - 1):
+    label = decode(tokenizer, [int(batch.labels[row, t])])
+    print(f"position {t:2d} predicts {label:14s}"
+          f" mask {batch.loss_mask[row, t]:.0f}"
+          f" advantage {batch.advantages[row, t]:5.2f}"
+          f" rollout logprob {batch.rollout_logprobs[row, t]:8.4f}")
+
+# %% [markdown]
+# Before any update, both engines hold the same weights. So Megatron's logprobs
+# must be those that SGLang reported while it sampled. If they are not, the
+# ratio of the loss is wrong from the first step on, and nothing would tell
+# you.
+#
+# **Predict:** two engines, two implementations, fp32. How large is the gap?
+
+# %%
+before = trainer.logprobs(batch)
+mask = batch.loss_mask.bool()
+gap = (before - batch.rollout_logprobs).abs()[mask]
+print(f"|Megatron - SGLang|: mean {gap.mean():.1e}, max {gap.max():.1e}"
+      f" over {gap.numel():,} tokens")
+run.record("logprob_gap_mean", gap.mean().item())
+run.record("logprob_gap_max", gap.max().item())
+assert settings.device != "cpu" or gap.max() < 1e-4
+
+# %% [markdown]
+# Now the update: forward and backward through Megatron's schedule, gradients
+# summed by its DDP, divided by the number of trained tokens, clipped to norm
+# 1, one Adam step.
+
+# %%
+start = time.perf_counter()
+stats = trainer.update(batch)
+clock["update"] = time.perf_counter() - start
+for name in ("loss", "grad_norm", "entropy", "clip_fraction",
+             "ratio_mean", "learning_rate"):
+    print(f"{name:14s} {stats[name]: .5f}")
+
+# %% [markdown]
+# The clip fraction is 0 and the ratio 1: the first step on a batch is
+# on-policy, so the clipped loss is plain policy gradient. The loss itself says
+# little, as notebook 04 shows. What did the step *do*? Ask the new weights
+# about the old answers.
+
+# %%
+after = trainer.logprobs(batch)
+change = ((after - before) * batch.loss_mask).sum(1)
+better = {"advantage > 0": change[advantages > 0],
+          "advantage < 0": change[advantages < 0],
+          "advantage = 0": change[advantages == 0]}
+for name, values in better.items():
+    if len(values):
+        print(f"{name}: {len(values):3d} answers, "
+              f"mean change of log p(answer) {values.mean():+.4f}")
+
+# %%
+fig, ax = plt.subplots(figsize=(7, 3.4))
+for marker, (name, values) in zip("osx", better.items()):
+    x = advantages[[i for i in range(len(change))
+                    if (advantages[i] > 0) == ("> 0" in name)
+                    and (advantages[i] == 0) == ("= 0" in name)]]
+    ax.plot(x, values, marker, label=name, alpha=0.6)
+ax.axhline(0, color="0.5", linewidth=1)
+ax.set_xlabel("advantage")
+ax.set_ylabel("change of log p(answer) (nat)")
+ax.legend()
+show_figure(
+    fig, run=run, name="change",
+    alt="Change of each answer's log-probability against its advantage: "
+        "most answers with a positive advantage move up.",
+    data={"advantage": advantages.tolist(), "change": change.tolist()},
+)
+
+# %% [markdown]
+# Answers with a positive advantage became likelier on average. Not each of
+# them: one shared set of weights serves all answers, and whoever resembles a
+# better sibling is carried along. That is also why zero-advantage answers
+# move.
+
+# %% [markdown]
+# ## 5 · Sync
+#
+# The server still speaks for the old weights. `sync_weights` exports the
+# Megatron model to Hugging Face names and hands the tensors to the running
+# server through shared memory. Nothing restarts.
+
+# %%
+from helpers.weight_sync import sync_weights
+
+report = sync_weights(trainer, server, "step-1")
+clock["sync"] = report.seconds
+print(f"{report.tensors} tensors, {report.megabytes:.1f} MB: export "
+      f"{report.export_seconds:.3f} s, send {report.send_seconds:.3f} s")
+run.record("sync_seconds_max", report.seconds)
+
+# %% [markdown]
+# **Predict:** ask the server for the logprobs of the same answers again. Will
+# they agree with Megatron's *new* weights, or with the old ones?
+
+# %%
+some = range(0, len(episodes), 8)
+full = [[*episodes[i].prompt_ids, *episodes[i].completion_ids] for i in some]
+served = server.prompt_logprobs(full)
+to_new, to_old = [], []
+for i, logprobs in zip(some, served):
+    first, last = len(episodes[i].prompt_ids) - 1, len(logprobs)
+    line = torch.tensor(logprobs[first:])
+    to_new.append((line - after[i, first:last]).abs().max())
+    to_old.append((line - before[i, first:last]).abs().max())
+print(f"server against new weights: max {max(to_new):.1e}")
+print(f"server against old weights: max {max(to_old):.1e}")
+run.record("sync_follow_max_abs_logprob", max(to_new).item())
+assert settings.device != "cpu" or max(to_new) < 1e-4 < max(to_old)
+
+# %% [markdown]
+# The server follows. Every episode sampled from now on carries the label of
+# the weights that sampled it:
+
+# %%
+again = roll_out(server, problems[:2], settings)
+print("weight version before:", episodes[0].weight_version)
+print("weight version now:   ", again[0].weight_version)
+assert again[0].weight_version == "step-1"
+
+# %% [markdown]
+# ## Where did the time go?
+
+# %%
+fig, ax = plt.subplots(figsize=(7, 2.6))
+ax.barh(list(clock), list(clock.values()))
+ax.invert_yaxis()
+ax.set_xlabel("seconds")
+show_figure(
+    fig, run=run, name="clock",
+    alt="Seconds of the five calls of one step: rollout and update take "
+        "nearly all of it, scoring, advantages and sync almost none.",
+    data={"call": list(clock), "seconds": list(clock.values())},
+)
+run.record("step_seconds_median", sum(clock.values()))
+
+# %% [markdown]
+# A first step is slower than later ones (buffers are allocated, code paths are
+# warmed). Notebook 06 shows the median over a hundred.
+#
+# **Three takeaways**
+#
+# 1. A GRPO step is five calls. Everything that makes it GRPO is in one line of
+#    maths: compare each answer with its siblings.
+# 2. Before you trust a curve, compare both engines' logprobs on the same
+#    tokens. In fp32 they agree to about 1e-6 here.
+# 3. Zero-variance groups cost rollout time and teach nothing. Watch their
+#    share.
+
+# %%
+server.stop()
+run.finish();

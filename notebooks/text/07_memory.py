@@ -1,0 +1,346 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 07 · Where does memory go?
+#
+# **Question:** where does memory go in each phase of a GRPO step, predicted
+# and measured, and what cures each peak?
+#
+# **You need first:** notebook 05. What it leaves on disk is used here, else it
+# is made again.
+#
+# **Last verified:** 2026-11-30 on 2 CPU cores with Python 3.12, torch 2.11.0,
+# sglang 0.5.17 and megatron-core 0.19.2.
+
+# %% [markdown]
+# On a laptop CPU the tiny model itself is a megabyte, so two different scales
+# appear on this page. **Tensors** (weights, gradients, optimizer, activations,
+# KV cache) obey formulas, the same ones at 20 billion parameters: you predict
+# them to the byte and check. **Processes** are mostly libraries: gigabytes
+# that no formula of the model explains, and that surprise people who size a
+# machine by the weights alone.
+
+# %% tags=["parameters"]
+PROFILE: str = "cpu"  # which profile: cpu, gpu, gpu-20b or cluster
+SEED: int = 0  # seed of every random choice in this notebook
+
+# %%
+import os
+
+from helpers.figures import show_figure, use_style
+from helpers.memory import MIB, MemoryTimeline, process_tree, pss
+from helpers.preflight import prepare_kernel
+from helpers.profiles import load_profile
+from helpers.results import NotebookRun
+
+settings = load_profile(PROFILE, seed=SEED)
+prepare_kernel(settings)
+run = NotebookRun("07_memory", settings)
+use_style()
+me = os.getpid()
+print(f"this kernel before any engine: {pss(me) / MIB:.0f} MiB")
+
+# %% [markdown]
+# PSS, the *proportional set size*, divides a page that three processes share
+# into three thirds. Sums of PSS are what the machine really holds; sums of RSS
+# count every shared library once a process.
+
+# %% [markdown]
+# ## 1 · Predict first
+#
+# The trainer's long-lived tensors follow from the config: 4 bytes a weight in
+# fp32, an fp32 gradient buffer, two Adam moments. In fp32 there is no master
+# copy; bf16 training adds one.
+#
+# **Predict:** the model has 258,000 parameters. How many megabytes are the
+# four rows together?
+
+# %%
+from helpers.memory import parameter_count, predicted_trainer_bytes
+
+predicted = predicted_trainer_bytes(settings)
+print(f"{parameter_count(settings):,} parameters")
+for name, size in predicted.items():
+    print(f"{name:15s} {size / 1e6:8.3f} MB predicted")
+print(f"{'sum':15s} {sum(predicted.values()) / 1e6:8.3f} MB")
+
+# %% [markdown]
+# ## 2 · Measure the processes through one step
+#
+# A sampler thread reads the PSS of every process below this kernel (and of the
+# SGLang server) while the phases pass. The trainer lives in this kernel, so
+# the kernel's line is the trainer's.
+
+# %%
+from helpers.checkpoints import tokenizer_and_pad
+from helpers.rollout import open_server
+from helpers.warm_start import warm_checkpoint
+
+if not (settings.checkpoint("warm") / "config.json").exists():
+    print("no warm-started checkpoint yet: training it now, as notebook 02")
+checkpoint = warm_checkpoint(settings)
+tokenizer, pad_id = tokenizer_and_pad(checkpoint)
+server = open_server(settings, checkpoint)
+timeline = MemoryTimeline([me, server.pid])
+timeline.__enter__()
+timeline.sample()
+
+# %%
+from helpers.bridge import prepare_process
+from helpers.trainer import MegatronTrainer
+
+with timeline.phase("imports"):
+    prepare_process(settings)
+with timeline.phase("load"):
+    trainer = MegatronTrainer(settings, checkpoint)
+with timeline.phase("server start"):
+    server.wait()
+print("processes:", len(process_tree([me, server.pid])))
+
+# %%
+import torch
+
+from helpers.advantages import group_advantages
+from helpers.collate import collate
+from helpers.rewards import score
+from helpers.rollout import roll_out
+from helpers.tasks import load_task
+
+task = load_task(settings.task, settings.seed)
+problems = task.sample(settings.batch.prompts, step=0)
+with timeline.phase("rollout"):
+    episodes = roll_out(server, problems, settings)
+rewards = torch.tensor(score(episodes, problems, tokenizer))
+groups = torch.tensor([e.group for e in episodes])
+advantages = group_advantages(rewards, groups)
+batch = collate(episodes, advantages, pad_id, settings.trainer.seq_length)
+
+# %%
+from helpers.weight_sync import sync_weights
+
+with timeline.phase("logprobs"):
+    trainer.logprobs(batch)
+with timeline.phase("update"):
+    trainer.update(batch)
+with timeline.phase("export"):
+    exported = trainer.export()
+with timeline.phase("sync"):
+    sync_weights(trainer, server, "step-1")
+timeline.__exit__()
+print(f"{len(timeline.rows)} samples over {timeline.rows[-1][0]:.0f} s")
+
+# %% [markdown]
+# **Predict:** which process is the largest, and by how much does the update
+# raise the trainer?
+
+# %%
+import matplotlib.pyplot as plt
+
+peaks = timeline.peak_by_phase()
+roles = sorted({r for p in peaks.values() for r in p})
+fig, ax = plt.subplots(figsize=(8.5, 4))
+bottom = [0.0] * len(peaks)
+for role in roles:
+    sizes = [p.get(role, 0) / MIB for p in peaks.values()]
+    ax.bar(list(peaks), sizes, bottom=bottom, label=role, edgecolor="white")
+    bottom = [b + s for b, s in zip(bottom, sizes)]
+ax.set_ylabel("PSS (MiB)")
+ax.tick_params(axis="x", rotation=20)
+ax.legend(loc="upper left", fontsize=8)
+ax.set_ylim(0, max(bottom) * 1.45)
+show_figure(
+    fig, run=run, name="phases",
+    alt="Stacked bars of PSS by process for each phase of a step. The "
+        "kernel with the trainer and SGLang's three processes hold some "
+        "hundred MiB each; the phases differ little.",
+    data={"phase": [k for k, p in peaks.items() for _ in p],
+          "process": [r for p in peaks.values() for r in p],
+          "pss_bytes": [v for p in peaks.values() for v in p.values()]},
+)
+run.record("peak_pss_gib", max(bottom) / 1024)
+
+# %%
+start = min(size for _, phase, role, size in timeline.rows
+            if role == "notebook kernel")
+for phase, sizes in peaks.items():
+    kernel = sizes.get("notebook kernel", 0)
+    print(f"{phase:13s} kernel {kernel / MIB:6.0f} MiB,"
+          f" {(kernel - start) / MIB:+6.0f} since the start")
+
+# %% [markdown]
+# The imports of the engines are the largest step by far. They cost more than
+# the whole model in every phase. SGLang pays them three times: its HTTP
+# server, its scheduler and its detokenizer each import the same libraries,
+# though only the scheduler holds weights and cache.
+
+# %% [markdown]
+# ## 3 · The ledger: tensors, predicted beside measured
+#
+# Now the tensors themselves. The trainer's are found by walking model, DDP
+# buffers and optimizer state. SGLang reports the size of its pools.
+
+# %%
+from helpers.memory import measured_trainer_bytes, predicted_kv_bytes
+
+ledger = []  # (item, predicted bytes, measured bytes)
+measured = measured_trainer_bytes(trainer)
+for name, size in predicted.items():
+    ledger.append((name, size, measured[name]))
+info = server.http.get(server.url + "/server_info", timeout=30).json()
+use = info["internal_states"][0]["memory_usage"]
+kv = predicted_kv_bytes(settings, use["token_capacity"],
+                        use["token_capacity_swa"])
+ledger.append(("SGLang KV cache", kv, round(use["kvcache"] * 2**30)))
+size = sum(t.numel() * t.element_size() for t in exported.values())
+ledger.append(("export", predicted["weights"], size))
+
+# %%
+print(f"{'item':16s} {'predicted':>10s} {'measured':>10s}  difference")
+worst = 0.0
+for name, guess, found in ledger:
+    part = abs(found - guess) / guess if guess else 0.0
+    worst = max(worst, part)
+    print(f"{name:16s} {guess / 1e6:7.3f} MB {found / 1e6:7.3f} MB"
+          f"  {part:8.2%}")
+run.record("ledger_max_error", worst)
+
+# %% [markdown]
+# The trainer's rows agree to the byte. SGLang reports its cache rounded to a
+# thousandth of a GiB, which is where that row's difference comes from. Note
+# its size: SGLang keeps *two* pools, one for full-attention layers and one for
+# sliding layers, and by default the second holds 0.8 times as many tokens as
+# the first, however short the window is.
+
+# %%
+capacity = {"full-attention pool": use["token_capacity"],
+            "sliding-window pool": use["token_capacity_swa"]}
+window = settings.model.sliding_window
+need = window * settings.rollout.max_running_requests
+for name, tokens in capacity.items():
+    print(f"{name:20s} {tokens:6d} tokens")
+print(f"{'windows would need':20s} {need:6d} tokens "
+      f"({settings.rollout.max_running_requests} requests x {window})")
+
+# %% [markdown]
+# ## 4 · The peak that you can cure: activations
+#
+# Between forward and backward autograd keeps what the backward pass needs.
+# That grows with the tokens of one micro-batch, not with the model, and for
+# long answers it dwarfs everything above.
+#
+# **Predict:** halve the micro-batch. What happens to these bytes, to the
+# result, and to the time?
+
+# %%
+import dataclasses
+import time
+
+from helpers.memory import saved_for_backward
+
+
+def update_with(micro_batch):
+    layout = dataclasses.replace(trainer.settings.trainer,
+                                 micro_batch=micro_batch)
+    trainer.settings = dataclasses.replace(settings, trainer=layout)
+    start = time.perf_counter()
+    with saved_for_backward() as saved:
+        stats = trainer.update(batch)
+    return saved["bytes"], time.perf_counter() - start, stats["grad_norm"]
+
+
+# %%
+sizes = [256, 128, 64, 32]
+state = settings.run_folder("07_memory") / "before"
+trainer.save(state)
+rows = []
+for micro_batch in sizes:
+    trainer.resume(state)  # every row starts from the same weights
+    rows.append((micro_batch, *update_with(micro_batch)))
+for micro_batch, saved, seconds, norm in rows:
+    print(f"micro-batch {micro_batch:3d}: {saved / 1e6:6.1f} MB kept, "
+          f"{seconds:.2f} s, gradient norm {norm:.6f}")
+
+# %%
+fig, ax = plt.subplots(figsize=(6.5, 3.2))
+ax.plot(sizes, [r[1] / 1e6 for r in rows], "o-")
+ax.set_xlabel("episodes in a micro-batch")
+ax.set_ylabel("kept for backward (MB)")
+ax.set_ylim(0)
+show_figure(
+    fig, run=run, name="activations",
+    alt="Bytes kept for the backward pass grow in proportion to the "
+        "micro-batch.",
+    data={"micro_batch": sizes, "bytes": [r[1] for r in rows],
+          "seconds": [r[2] for r in rows], "grad_norm": [r[3] for r in rows]},
+)
+norms = [r[3] for r in rows]
+assert max(norms) - min(norms) < 1e-4 * max(norms)
+run.record("activation_bytes_halved", rows[1][1] / rows[0][1])
+
+# %% [markdown]
+# Half the micro-batch, half the bytes, the same gradient: Megatron adds the
+# micro-batches' gradients before it divides by the tokens of all of them. The
+# price is time, as each pass is less well filled.
+#
+# How much of these bytes do two simple formulas explain?
+
+# %%
+from helpers.memory import predicted_attention_bytes, predicted_logits_bytes
+
+episodes_in, length = batch.size
+logits = predicted_logits_bytes(settings, episodes_in, length)
+scores = predicted_attention_bytes(settings, episodes_in, length)
+found = rows[0][1]
+rest = found - logits - scores
+print(f"one copy of the logits            {logits / 1e6:6.1f} MB")
+print(f"one copy of attention weights     {scores / 1e6:6.1f} MB")
+print(f"measured                          {found / 1e6:6.1f} MB")
+print(f"not explained by these two lines  {rest / 1e6:6.1f} MB "
+      f"({rest / found:.0%})")
+run.record("activation_unexplained_share", rest / found)
+
+# %% [markdown]
+# The rest is honest ignorance of the two formulas: inputs of every linear
+# layer, the experts' gates and activations, softmax copies. At 20b scale the
+# logits line alone decides whether a micro-batch fits: 201,088 numbers a
+# token.
+
+# %% [markdown]
+# ## 5 · The same ledger at 20 billion parameters
+#
+# The formulas do not care about size. This is prediction, not measurement: no
+# GPU took part.
+
+# %%
+big = load_profile("gpu-20b")
+full = dataclasses.replace(
+    big, trainer=dataclasses.replace(big.trainer, freeze_experts=False))
+for label, choice in (("experts frozen", big), ("all trained", full)):
+    table = predicted_trainer_bytes(choice)
+    print(f"gpt-oss-20b, {label}: {sum(table.values()) / 1e9:.1f} GB")
+    for name, size in table.items():
+        print(f"    {name:15s} {size / 1e9:7.2f} GB")
+
+# %% [markdown]
+# **Three takeaways**
+#
+# 1. Weights, gradients and optimizer follow from the config to the byte. Write
+#    the prediction down first; a ledger that is off shows a bug.
+# 2. Activations grow with the tokens of a micro-batch. Smaller micro-batches
+#    cure that peak and leave the gradient as it is.
+# 3. Processes cost memory of their own. On a small machine the libraries are
+#    the largest item.
+
+# %%
+server.stop()
+run.finish();
