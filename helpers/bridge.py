@@ -51,7 +51,7 @@ def prepare_process(settings: Profile) -> float:
     import torch
 
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported
     if settings.device == "cpu":
         from helpers.cpu import megatron_backend
 
@@ -62,6 +62,9 @@ def prepare_process(settings: Profile) -> float:
     with quiet_libraries():
         import megatron.bridge  # noqa: F401
         import megatron.bridge.training  # noqa: F401  what the first load would import
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.set_verbosity_error()
     return time.perf_counter() - start
 
 

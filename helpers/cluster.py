@@ -153,7 +153,8 @@ class TrainerActor:
         return self.trainer.update(batch)
 
     def logprobs(self, batch: Batch):
-        return self.trainer.logprobs(batch)
+        # as numpy: megatron-core makes tensors unpickle through a function of its own, so the driver would import Megatron
+        return self.trainer.logprobs(batch).numpy()
 
     def sync(self, clients: Clients, version: str) -> SyncReport:
         return sync_weights(self.trainer, clients.open(), version)
@@ -268,7 +269,10 @@ class GrpoCluster:
         return self._all("update", batch)[-1]
 
     def logprobs(self, batch: Batch):
-        return self._all("logprobs", batch)[-1]
+        """[B, S] as MegatronTrainer.logprobs; of the data-parallel ranks only the last one's share."""
+        import torch
+
+        return torch.from_numpy(self._all("logprobs", batch)[-1].copy())
 
     def sync_weights(self, version: str) -> SyncReport:
         """The trainer's weights into every engine."""

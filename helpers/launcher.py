@@ -40,6 +40,28 @@ def _descendants(root: int) -> list[int]:
     return found
 
 
+def _mapped(pids: list[int]) -> set[str]:
+    """Files in /dev/shm that these processes map."""
+    found = set()
+    for pid in pids:
+        try:
+            lines = open(f"/proc/{pid}/maps").read().splitlines()
+        except OSError:
+            continue
+        found |= {line.split(None, 5)[5] for line in lines if "/dev/shm/" in line}
+    return found
+
+
+def _remove_shared_files(ours: set[str]) -> None:
+    """Unlink what our processes left in shared memory (semaphores, SGLang's load files) and nobody else maps."""
+    others = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()] if ours else []
+    for path in ours - _mapped(others):
+        try:
+            os.unlink(path)
+        except OSError:  # already gone ("... (deleted)"), or not ours to remove
+            pass
+
+
 def _reap() -> None:
     """Collect what has ended: as the sub-reaper this process inherits orphans, and a zombie keeps its pid taken."""
     try:
@@ -51,6 +73,7 @@ def _reap() -> None:
 
 def _end(process: subprocess.Popen) -> None:
     """Ask the main process to end (SGLang then ends its own children), and end whatever is left after the grace."""
+    shared = _mapped(_descendants(os.getpid()))
     process.poll()
     if process.returncode is None:
         process.terminate()
@@ -64,6 +87,10 @@ def _end(process: subprocess.Popen) -> None:
         time.sleep(0.1)
     for pid in _descendants(os.getpid()):
         _signal(pid, signal.SIGKILL)
+    while _descendants(os.getpid()):
+        _reap()
+        time.sleep(0.02)
+    _remove_shared_files(shared)
 
 
 def _signal(pid: int, number: int) -> None:

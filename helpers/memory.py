@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,31 +99,56 @@ def _size(tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+@dataclass
+class SavedBytes:
+    """What saved_for_backward found. bytes: the most at one time. by_component: component -> bytes, at that time."""
+
+    bytes: int = 0
+    by_component: dict[str, int] = field(default_factory=dict)
+
+
+_COMPONENTS = (  # part of a Megatron module's name -> component; the first that fits the innermost module wins
+    ("core_attention", "attention weights"),
+    ("self_attention", "attention projections"),
+    ("router", "router"),
+    ("experts", "experts"),
+    ("norm", "norms"),
+    ("mlp", "token dispatch"),
+    ("output_layer", "head"),
+    ("embedding", "embedding"),
+)
+
+
 @contextmanager
-def saved_for_backward() -> Iterator[dict[str, int]]:
+def saved_for_backward(model=None) -> Iterator[SavedBytes]:
     """Measure the most bytes that autograd keeps for backward passes at one time inside the block.
 
     Each storage counts once, from when a node saves it until the last node lets go of it; parameters are left out.
-    yields {"bytes": n}, filled while the block runs. Source: torch.autograd.graph.saved_tensors_hooks.
+    model: a module whose parts the bytes are put down to; what is saved outside of them is "loss and rest".
+    Source: torch.autograd.graph.saved_tensors_hooks.
     """
     import torch
 
+    found, place = SavedBytes(), ["loss and rest"]
     users: dict[int, int] = {}  # storage address -> saved tensors that hold it
-    result, held = {"bytes": 0}, [0]
+    held: dict[str, int] = {}
 
     class Saved:
         """What a node holds instead of the tensor; its end is the node's end."""
 
         def __init__(self, tensor):
             storage = tensor.untyped_storage()
-            self.tensor, self.key, self.size = tensor, storage.data_ptr(), storage.nbytes()
+            self.tensor, self.key, self.size, self.place = tensor, storage.data_ptr(), storage.nbytes(), place[-1]
             users[self.key] = users.get(self.key, 0) + 1
-            held[0] += self.size if users[self.key] == 1 else 0
-            result["bytes"] = max(result["bytes"], held[0])
+            if users[self.key] == 1:
+                held[self.place] = held.get(self.place, 0) + self.size
+                if sum(held.values()) > found.bytes:
+                    found.bytes, found.by_component = sum(held.values()), dict(held)
 
         def __del__(self):
             users[self.key] -= 1
-            held[0] -= self.size if users[self.key] == 0 else 0
+            if users[self.key] == 0:
+                held[self.place] -= self.size
 
     def pack(tensor):
         return tensor if isinstance(tensor, torch.nn.Parameter) else Saved(tensor)
@@ -131,8 +156,24 @@ def saved_for_backward() -> Iterator[dict[str, int]]:
     def unpack(saved):
         return saved.tensor if isinstance(saved, Saved) else saved
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield result
+    hooks = _place_hooks(model, place) if model is not None else []
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _place_hooks(model, place: list[str]) -> list:
+    """Hooks that keep the name of the running component on top of `place`."""
+    hooks = []
+    for name, module in model.named_modules():
+        component = next((c for part, c in _COMPONENTS if part in name.rsplit("layers.", 1)[-1]), None)
+        if component:
+            hooks.append(module.register_forward_pre_hook(lambda *_, c=component: place.append(c)))
+            hooks.append(module.register_forward_hook(lambda *_: place.pop() and None))
+    return hooks
 
 
 # --- measured: processes ----------------------------------------------------------------------------------------------
@@ -263,9 +304,11 @@ class MemoryTimeline:
             self.sample()
 
     def peak_by_phase(self) -> dict[str, dict[str, int]]:
-        """phase -> role -> largest PSS seen, in bytes, phases in order of appearance."""
+        """phase -> role -> largest PSS seen, in bytes; phases in order of appearance, without the time between them."""
         peaks: dict[str, dict[str, int]] = {}
         for _, phase, role, size in self.rows:
+            if phase == "idle":
+                continue
             roles = peaks.setdefault(phase, {})
             roles[role] = max(size, roles.get(role, 0))
         return peaks

@@ -117,6 +117,10 @@ class RolloutSettings:
     start_timeout: float = 300.0  # seconds
     request_timeout: float = 180.0  # seconds
     mem_fraction: float | None = None  # GPU: SGLang's mem_fraction_static
+    # Measured on 2 cores with 256 short answers (tests/bench/recorded/rollout_flags.csv): without the prefix tree and the
+    # overlap of CPU and GPU work a rollout takes 0.6 s instead of 1.0 s, and an idle scheduler that sleeps leaves its core
+    # to the trainer (it polls otherwise). A GPU profile sets its own.
+    server_arguments: tuple[str, ...] = ("--disable-radix-cache", "--disable-overlap-schedule", "--sleep-on-idle")
 
 
 @dataclass(frozen=True)
@@ -215,7 +219,7 @@ def _profiles() -> dict[str, Profile]:
         num_key_value_heads=4, head_dim=64, num_local_experts=16, num_experts_per_tok=4, sliding_window=128,
         max_position_embeddings=4096, initializer_range=0.02, dtype="bfloat16",
     )  # fmt: skip
-    gpu_rollout = RolloutSettings(shared=False, max_total_tokens=None, start_timeout=900.0, mem_fraction=0.4)
+    gpu_rollout = RolloutSettings(shared=False, server_arguments=(), max_total_tokens=None, start_timeout=900.0, mem_fraction=0.4)
     one_gpu = dict(device="cuda", rollout=gpu_rollout, cluster=ClusterSettings(num_cpus=8, object_store_mib=512))
     long_answers = SamplingSettings(max_new_tokens=1024)
     return {

@@ -198,9 +198,6 @@ METRICS: dict[str, Metric] = {
     "activation_bytes_halved": Metric(
         "1", "bytes kept for backward with half the micro-batch, as a share of those with the whole", 0.4, 0.6
     ),
-    "activation_unexplained_share": Metric(
-        "1", "share of the bytes kept for backward that logits and attention weights do not explain", 0, 1
-    ),
     # 08 mismatch
     "logprob_gap_mean": Metric(
         "nat", "mean |trainer logprob - rollout logprob| right after a weight sync", 0, 1e-3

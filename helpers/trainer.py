@@ -6,13 +6,16 @@ Forward and backward go through Megatron's own schedule, DDP, gradient finalisat
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from helpers.bridge import MegatronModel, export_weights, load_megatron, prepare_process, start_ranks
+from helpers.bridge import (
+    MegatronModel, export_weights, load_megatron, prepare_process, quiet_libraries, start_ranks,
+)  # fmt: skip
 from helpers.losses import clipped_policy_loss
 from helpers.profiles import Profile
 from helpers.records import Batch, LossOutput
@@ -89,10 +92,10 @@ class MegatronTrainer:
         start = time.perf_counter()
         self._require_mode()
         self._zero_gradients()
-        sums = self._forward_backward(batch, loss or policy_loss(self.settings), forward_only=False)
+        sums = self._finite_gradients(batch, loss or policy_loss(self.settings))
         means = {name: total / max(count, 1e-12) for name, (total, count) in sums.items()}
         self.scheduler.step(increment=1)
-        grad_norm = self._optimizer_step(means["loss"])
+        grad_norm = self._optimizer_step()
         self.steps_done += 1
         rate = self.optimizer.param_groups[0]["lr"]
         return means | {"grad_norm": grad_norm, "learning_rate": rate, "seconds": time.perf_counter() - start}
@@ -134,7 +137,8 @@ class MegatronTrainer:
             shutil.rmtree(partial_folder, ignore_errors=True)
             partial_folder.mkdir(parents=True)
         dist.barrier()
-        dist_checkpointing.save(self._state(loading=False), str(partial_folder))
+        with quiet_libraries():
+            dist_checkpointing.save(self._state(loading=False), str(partial_folder))
         dist.barrier()
         if self.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -150,7 +154,8 @@ class MegatronTrainer:
         self._require_mode()
         if not Path(folder).is_dir():
             raise FileNotFoundError(f"no trainer checkpoint in {folder}: it is written every few steps by notebook 06")
-        state = dist_checkpointing.load(self._state(loading=True), str(folder))
+        with quiet_libraries():
+            state = dist_checkpointing.load(self._state(loading=True), str(folder))
         for i, chunk in enumerate(self._unwrapped()):
             chunk.load_state_dict(state[f"model{i}"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -285,14 +290,28 @@ class MegatronTrainer:
         picked = [peak[i] if name.endswith("_max") else total[i] for i, name in enumerate(names)]
         return {name: (row[0].item(), row[1].item()) for name, row in zip(names, picked)}
 
-    def _optimizer_step(self, loss: float) -> float:
-        """Clip, step; returns the gradient norm before clipping. Refuses a step that is not finite."""
-        import math
+    def _finite_gradients(self, batch: Batch, loss: Loss) -> dict[str, tuple[float, float]]:
+        """Forward and backward; raises FloatingPointError when loss or gradients are not finite.
 
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"the loss is {loss} at step {self.steps_done}: look at the batch's rewards and logprobs")
+        Megatron's DDP looks at every gradient buffer (check_for_nan_in_grad) and raises a bare RuntimeError.
+        """
+        try:
+            sums = self._forward_backward(batch, loss, forward_only=False)
+        except RuntimeError as error:
+            if "Unexpected result" not in str(error):
+                raise
+            raise FloatingPointError(
+                f"loss or gradients are not finite at step {self.steps_done}; the weights are unchanged. Look at the "
+                f"batch's rewards and logprobs, then at trainer.learning_rate. Megatron says: {str(error)[:160]}"
+            ) from error
+        total, count = sums.get("loss", (0.0, 1.0))
+        if not math.isfinite(total / max(count, 1e-12)):
+            raise FloatingPointError(f"the loss is {total} at step {self.steps_done}; the weights are unchanged")
+        return sums
+
+    def _optimizer_step(self) -> float:
+        """Clip, step; returns the gradient norm before clipping."""
         ok, grad_norm, _ = self.optimizer.step()
-        norm = float(grad_norm) if grad_norm is not None else 0.0
-        if not ok or not math.isfinite(norm):
-            raise FloatingPointError(f"the gradient norm is {norm} at step {self.steps_done}: lower trainer.learning_rate")
-        return norm
+        if not ok:
+            raise FloatingPointError(f"the optimizer refused step {self.steps_done}: its gradients overflow")
+        return float(grad_norm or 0.0)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from helpers.rollout import RolloutError, SGLangClient
+from helpers.rollout import RolloutError, SGLangClient, flush_cache
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,10 +62,11 @@ def send_tensors(post: Callable, weights: dict[str, Tensor], version: str) -> No
     on_gpu = any(tensor.is_cuda for tensor in weights.values())
     payload = base64.b64encode((_handles if on_gpu else _values)(list(weights.items()))).decode()
     reply = post(
-        "/update_weights_from_tensor", serialized_named_tensors=[payload], flush_cache=True, weight_version=version
+        "/update_weights_from_tensor", serialized_named_tensors=[payload], flush_cache=False, weight_version=version
     )
     if not reply.get("success"):
         raise RolloutError(f"SGLang did not take the weights: {reply.get('message')}")
+    flush_cache(post)
 
 
 def _handles(named_tensors: list) -> bytes:

@@ -192,7 +192,7 @@ import matplotlib.pyplot as plt
 
 largest = sorted(sizes, key=sizes.get, reverse=True)[:12]
 marked = ENGINES + ("transformers", "ray")
-shown = largest + [name for name in marked if name not in largest]
+shown = sorted({*largest, *marked} & set(sizes), key=sizes.get)[::-1]
 gpu = [name for name in shown if name.startswith(gpu_only)]
 engine = [name for name in shown if name in marked]
 groups = {"GPU only": gpu, "engine": engine,
@@ -207,13 +207,13 @@ for (group, names), hatch in zip(groups.items(), ("//", "", "..")):
     axis.bar_label(bars, [f"{sizes[n]:.0f}" for n in names], padding=3)
 axis.set_yticks(range(len(shown)), shown)
 axis.invert_yaxis()
-axis.set(xlabel="size of the installed files (MB)", xscale="log")
+axis.set(xlabel="size of the installed files (MB)")
 axis.legend()
 show_figure(
     fig, run=run, name="package_sizes",
-    alt="Bars, on a logarithmic scale: the twelve largest installed packages "
-    "and the engines. PyTorch and the CUDA libraries are hundreds of "
-    "megabytes each; every engine except Ray stays below a hundred.",
+    alt="Bars: the twelve largest installed packages and the engines. PyTorch "
+    "and the CUDA libraries are hundreds of megabytes each; every engine "
+    "except Ray stays below a hundred.",
     data={"package": shown, "megabytes": [sizes[n] for n in shown]},
 );
 

@@ -429,10 +429,10 @@ fig, axis = plt.subplots(figsize=(7.5, 3))
 axis.barh(list(errors), list(errors.values()), color="#0072B2")
 axis.axvline(1e-4, color="#D55E00", ls="--", label="limit of this course")
 axis.invert_yaxis()
-axis.set(xscale="log", xlabel="largest difference of a logit (logit)",
-         ylabel="mistake")
+axis.set(xscale="log", xlim=(1e-7, 30), ylabel="mistake",
+         xlabel="largest difference of a logit (logit)")
 axis.grid(axis="y", visible=False)
-axis.legend(loc="lower left")
+axis.legend(loc="upper right")
 show_figure(
     fig, run=run, name="mistakes",
     alt="Bars on a logarithmic scale. Without a mistake the largest logit "

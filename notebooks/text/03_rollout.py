@@ -322,9 +322,10 @@ names = [name for name, _ in reference.named_parameters()
 print(len(names), "kinds:", *(n.split("layers.0.")[-1] for n in names))
 
 # %% [markdown]
-# `send_tensors` puts the tensors into shared memory and tells the server where
-# they are; only the handles travel over HTTP. They must be clones: what is
-# handed over has moved into shared memory for good.
+# `send_tensors` hands named tensors to the server and then drops its cache:
+# keys and values that old weights computed must not meet new ones. On a GPU
+# only handles travel over HTTP, and the server reads the trainer's memory
+# itself. On a CPU the values travel; a tiny model is a megabyte.
 #
 # **Predict** which kind changes the logprobs the least.
 
@@ -421,11 +422,11 @@ assert (torch.cat(served) - before).abs().max() < 1e-4 or not exact
 # Stop the server if it is yours. A shared one goes on.
 
 # %%
-from helpers.memory import process_tree
+from helpers.memory import process_tree, pss
 
 mine = [] if server.process is None else process_tree([server.pid])
 server.stop()
-left = [pid for pid in mine if os.path.exists(f"/proc/{pid}")]
+left = [pid for pid in mine if pss(pid) > 0]  # bytes it still holds
 files = set(os.listdir("/dev/shm")) - shared_memory
 weights_left = [name for name in files if name.startswith("torch_")]
 run.record("processes_left", len(left))

@@ -60,7 +60,7 @@ from helpers.cluster import GrpoCluster, RayHead
 start = time.perf_counter()
 head = RayHead(settings).start()
 checkpoint = settings.checkpoint("warm")
-print("warm-started checkpoint:", "found" if checkpoint.exists() else "missing")
+print("warm-started checkpoint found:", checkpoint.exists())
 
 # %% [markdown]
 # If the warm-started checkpoint is missing, it is trained now in a process of
@@ -150,6 +150,7 @@ def advantages_of(episodes, rewards):
             zero_variance_share(rewards, groups))
 
 
+# %%
 def grpo_step(step):
     marks = [time.perf_counter()]
     problems = task.sample(settings.batch.prompts, step)
@@ -366,6 +367,6 @@ started = [pid for pid in process_tree([os.getpid()]) if pid != os.getpid()]
 cluster.stop()
 head.stop()
 left = alive(started)
-print(f"{len(started)} processes ran below this notebook, {len(left)} are left")
+print(f"{len(started)} processes ran below this one, {len(left)} are left")
 run.record("processes_left", len(left))
 run.finish();

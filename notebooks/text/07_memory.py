@@ -93,7 +93,8 @@ tokenizer, pad_id = tokenizer_and_pad(checkpoint)
 server = open_server(settings, checkpoint)
 timeline = MemoryTimeline([me, server.pid])
 timeline.__enter__()
-timeline.sample()
+with timeline.phase("before"):
+    timeline.sample()
 
 # %%
 from helpers.bridge import prepare_process
@@ -160,9 +161,9 @@ ax.legend(loc="upper left", fontsize=8)
 ax.set_ylim(0, max(bottom) * 1.45)
 show_figure(
     fig, run=run, name="phases",
-    alt="Stacked bars of PSS by process for each phase of a step. The "
-        "kernel with the trainer and SGLang's three processes hold some "
-        "hundred MiB each; the phases differ little.",
+    alt="Stacked bars of PSS by process for each phase of a step. SGLang's "
+        "three processes hold some hundred MiB each in every phase; the "
+        "kernel with the trainer grows with imports, logprobs and update.",
     data={"phase": [k for k, p in peaks.items() for _ in p],
           "process": [r for p in peaks.values() for r in p],
           "pss_bytes": [v for p in peaks.values() for v in p.values()]},
@@ -170,18 +171,25 @@ show_figure(
 run.record("peak_pss_gib", max(bottom) / 1024)
 
 # %%
-start = min(size for _, phase, role, size in timeline.rows
-            if role == "notebook kernel")
-for phase, sizes in peaks.items():
-    kernel = sizes.get("notebook kernel", 0)
-    print(f"{phase:13s} kernel {kernel / MIB:6.0f} MiB,"
-          f" {(kernel - start) / MIB:+6.0f} since the start")
+kernel = {k: p.get("notebook kernel", 0) / MIB for k, p in peaks.items()}
+last = kernel["before"]
+for phase, size in kernel.items():
+    print(f"{phase:13s} kernel {size:5.0f} MiB, {size - last:+5.0f}")
+    last = size
+others = {r: peaks["sync"][r] / MIB for r in roles if "SGLang" in r}
+print({role: round(size) for role, size in others.items()}, "MiB")
+assert kernel["load"] - kernel["imports"] < 100 < kernel["update"]
 
 # %% [markdown]
-# The imports of the engines are the largest step by far. They cost more than
-# the whole model in every phase. SGLang pays them three times: its HTTP
-# server, its scheduler and its detokenizer each import the same libraries,
-# though only the scheduler holds weights and cache.
+# Read the steps, not the heights. Loading the model and building DDP and
+# optimizer is hardly visible: four megabytes. Libraries cost hundreds of MiB
+# before anything is computed. Then the first `logprobs` and the first `update`
+# raise the kernel once more, and it stays up there: those are the buffers of a
+# forward and a backward pass, which the allocator keeps for the next one.
+#
+# SGLang pays for its libraries three times. Its HTTP server, its scheduler and
+# its detokenizer import the same packages, though only the scheduler holds
+# weights and cache.
 
 # %% [markdown]
 # ## 3 · The ledger: tensors, predicted beside measured
@@ -253,9 +261,9 @@ def update_with(micro_batch):
                                  micro_batch=micro_batch)
     trainer.settings = dataclasses.replace(settings, trainer=layout)
     start = time.perf_counter()
-    with saved_for_backward() as saved:
+    with saved_for_backward(trainer.model.module) as saved:
         stats = trainer.update(batch)
-    return saved["bytes"], time.perf_counter() - start, stats["grad_norm"]
+    return saved, time.perf_counter() - start, stats["grad_norm"]
 
 
 # %%
@@ -267,12 +275,12 @@ for micro_batch in sizes:
     trainer.resume(state)  # every row starts from the same weights
     rows.append((micro_batch, *update_with(micro_batch)))
 for micro_batch, saved, seconds, norm in rows:
-    print(f"micro-batch {micro_batch:3d}: {saved / 1e6:6.1f} MB kept, "
+    print(f"micro-batch {micro_batch:3d}: {saved.bytes / 1e6:6.1f} MB kept, "
           f"{seconds:.2f} s, gradient norm {norm:.6f}")
 
 # %%
 fig, ax = plt.subplots(figsize=(6.5, 3.2))
-ax.plot(sizes, [r[1] / 1e6 for r in rows], "o-")
+ax.plot(sizes, [r[1].bytes / 1e6 for r in rows], "o-")
 ax.set_xlabel("episodes in a micro-batch")
 ax.set_ylabel("kept for backward (MB)")
 ax.set_ylim(0)
@@ -280,40 +288,58 @@ show_figure(
     fig, run=run, name="activations",
     alt="Bytes kept for the backward pass grow in proportion to the "
         "micro-batch.",
-    data={"micro_batch": sizes, "bytes": [r[1] for r in rows],
+    data={"micro_batch": sizes, "bytes": [r[1].bytes for r in rows],
           "seconds": [r[2] for r in rows], "grad_norm": [r[3] for r in rows]},
 )
 norms = [r[3] for r in rows]
 assert max(norms) - min(norms) < 1e-4 * max(norms)
-run.record("activation_bytes_halved", rows[1][1] / rows[0][1])
+run.record("activation_bytes_halved", rows[1][1].bytes / rows[0][1].bytes)
 
 # %% [markdown]
 # Half the micro-batch, half the bytes, the same gradient: Megatron adds the
 # micro-batches' gradients before it divides by the tokens of all of them. The
 # price is time, as each pass is less well filled.
 #
-# How much of these bytes do two simple formulas explain?
+# Which part of the model keeps them? The same measurement, put down to the
+# module that was running when autograd saved a tensor.
+#
+# **Predict:** attention weights are quadratic in the length, experts are not.
+# At the length of this batch, which is larger?
+
+# %%
+parts = sorted(rows[0][1].by_component.items(), key=lambda item: -item[1])
+fig, ax = plt.subplots(figsize=(7, 3))
+ax.barh([name for name, _ in parts], [size / 1e6 for _, size in parts])
+ax.invert_yaxis()
+ax.set_xlabel("kept for backward (MB)")
+show_figure(
+    fig, run=run, name="components",
+    alt="Bytes kept for the backward pass by part of the model; the experts "
+        "keep the most.",
+    data={"component": [n for n, _ in parts], "bytes": [b for _, b in parts]},
+)
 
 # %%
 from helpers.memory import predicted_attention_bytes, predicted_logits_bytes
 
 episodes_in, length = batch.size
-logits = predicted_logits_bytes(settings, episodes_in, length)
-scores = predicted_attention_bytes(settings, episodes_in, length)
-found = rows[0][1]
-rest = found - logits - scores
-print(f"one copy of the logits            {logits / 1e6:6.1f} MB")
-print(f"one copy of attention weights     {scores / 1e6:6.1f} MB")
-print(f"measured                          {found / 1e6:6.1f} MB")
-print(f"not explained by these two lines  {rest / 1e6:6.1f} MB "
-      f"({rest / found:.0%})")
-run.record("activation_unexplained_share", rest / found)
+kept = dict(parts)
+one = {"attention weights":
+       predicted_attention_bytes(settings, episodes_in, length),
+       "loss and rest": predicted_logits_bytes(settings, episodes_in, length)}
+for name, size in one.items():
+    print(f"{name:18s} one copy {size / 1e6:5.1f} MB, kept "
+          f"{kept[name] / 1e6:5.1f} MB: {kept[name] / size:.1f} copies")
 
 # %% [markdown]
-# The rest is honest ignorance of the two formulas: inputs of every linear
-# layer, the experts' gates and activations, softmax copies. At 20b scale the
-# logits line alone decides whether a micro-batch fits: 201,088 numbers a
-# token.
+# Formulas of activations predict the size of *one copy* well. How many copies
+# survive until the backward pass is a property of the implementation: the
+# unfused attention here keeps its scores before and after masking, with the
+# sink's column and without. Fused kernels on a GPU keep none of them. So the
+# honest way is to measure copies once per implementation, then multiply.
+#
+# At 20b scale the logits line alone decides whether a micro-batch fits:
+# 201,088 numbers a token.
 
 # %% [markdown]
 # ## 5 · The same ledger at 20 billion parameters

@@ -1,0 +1,137 @@
+"""Fixtures with real engines: one Megatron trainer in this process, one SGLang server under a parent of its own.
+
+The server's parent is killed by SIGKILL at the end, and nothing of the server may be left ten seconds later.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from helpers.profiles import RUNS_VARIABLE, load_profile
+
+os.environ.update(load_profile("cpu").process_environment("trainer"))  # before any test module imports torch
+os.environ.pop("GRPO_SHARED_SERVER", None)
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # engines import twice as slowly without byte code
+
+PARENT = """
+import json, sys, time
+from dataclasses import asdict
+from helpers.profiles import load_profile
+from helpers.rollout import RolloutServer
+server = RolloutServer(load_profile("cpu"), sys.argv[1]).start()
+print(json.dumps(asdict(server.address())), flush=True)
+time.sleep(3600)
+"""
+
+
+def start_parent(checkpoint: Path) -> tuple[subprocess.Popen, dict]:
+    """A process that owns a server, and the server's address."""
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(checkpoint)], stdout=subprocess.PIPE, text=True)
+    return parent, json.loads(parent.stdout.readline())
+
+
+def living(pids) -> list[int]:
+    """Those that still run; a zombie that nobody has collected yet holds nothing."""
+    from helpers.memory import pss
+
+    return [pid for pid in pids if pss(pid)]
+
+
+def kill_parent(parent: subprocess.Popen, server_pid: int, seconds: float = 10.0) -> list[int]:
+    """SIGKILL the parent; returns what is left of the server after at most `seconds`."""
+    from helpers.memory import process_tree
+
+    tree = process_tree([server_pid])
+    parent.send_signal(signal.SIGKILL)
+    parent.wait(10)
+    parent.stdout.close()
+    deadline = time.monotonic() + seconds
+    while living(tree) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return living(tree)
+
+
+@pytest.fixture(scope="session")
+def settings(tmp_path_factory):
+    """Profile cpu with results in a folder of this test session."""
+    os.environ[RUNS_VARIABLE] = str(tmp_path_factory.mktemp("runs"))
+    return load_profile("cpu")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(settings):
+    """A tiny gpt-oss in which no tensor is constant: fresh norms are all ones and expert biases all zeros, and such
+    tensors cannot show that they were lost or exchanged."""
+    import torch
+    from safetensors.torch import load_file
+
+    from helpers.checkpoints import save_weights, write_tiny_checkpoint
+
+    random = write_tiny_checkpoint(settings)
+    generator = torch.Generator().manual_seed(1)
+    weights = load_file(random / "model.safetensors")
+    uneven = {name: t + 0.1 * torch.randn(t.shape, generator=generator) for name, t in weights.items()}
+    return save_weights(uneven, random, settings.checkpoint("uneven"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def starting_server(request, settings, checkpoint):
+    """Started first and waited for late, so that its imports overlap with the trainer's."""
+    if not any("server" in item.fixturenames for item in request.session.items):
+        yield None
+        return
+    parent, address = start_parent(checkpoint)
+    yield address
+    assert kill_parent(parent, address["pid"]) == [], "the server outlived its parent by more than ten seconds"
+
+
+@pytest.fixture(scope="session")
+def server(starting_server, settings, checkpoint):
+    """The shared server, up, serving `checkpoint`."""
+    from helpers.rollout import RolloutServer, ServerAddress
+
+    return RolloutServer.attach(settings, checkpoint, ServerAddress(**starting_server)).wait()
+
+
+@pytest.fixture(scope="session")
+def trainer(settings, checkpoint):
+    """Megatron in this process and its main thread; parallel state is initialised once a process."""
+    from helpers.trainer import MegatronTrainer
+
+    return MegatronTrainer(settings, checkpoint)
+
+
+@pytest.fixture(scope="session")
+def load_reference():
+    """folder -> the checkpoint in transformers, in its plainest implementation."""
+    import torch
+    from transformers import GptOssForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+
+    def load(folder):
+        return GptOssForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        ).eval()
+
+    return load
+
+
+@pytest.fixture
+def reference(load_reference, checkpoint):
+    """A fresh copy: tests change its weights."""
+    return load_reference(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def processes():
+    """What the tests of starts and ends share: start_parent, kill_parent, living."""
+    return SimpleNamespace(start_parent=start_parent, kill_parent=kill_parent, living=living)

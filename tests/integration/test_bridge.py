@@ -1,0 +1,152 @@
+"""Megatron against transformers: logits, logprobs, gradients of every tensor, export, and what a trainer may not do."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from helpers.collate import collate
+from helpers.records import Batch, Episode
+
+pytestmark = pytest.mark.engine
+
+
+def sequences(lengths, seed=0):
+    """Random token lists without the padding token: transformers gives its embedding no gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    return [tuple(torch.randint(1, 64, (n,), generator=generator).tolist()) for n in lengths]
+
+
+def batch_of(lengths, prompt=3, advantages=None, seed=0) -> Batch:
+    """Episodes of these lengths as one right-padded batch."""
+    episodes = [
+        Episode(s[:prompt], s[prompt:], (-3.0,) * (len(s) - prompt), "stop", i) for i, s in enumerate(sequences(lengths, seed))
+    ]
+    return collate(episodes, advantages, pad_id=0)
+
+
+def reference_logprobs(model, tokens):
+    """log p(tokens[t] | before), t >= 1."""
+    logits = model(torch.tensor([tokens])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+def test_logits_agree_over_three_windows(trainer, reference):
+    tokens = torch.tensor(sequences([48] * 4))
+    with torch.no_grad():
+        ours = trainer.model.module(tokens, torch.arange(48).expand_as(tokens), None)
+        gap = (ours - reference(tokens).logits).abs().max()
+    assert gap < 1e-4
+
+
+def test_padded_logprobs_are_those_of_the_unpadded_sequences(trainer, reference):
+    lengths = (5, 17, 33, 48)
+    with torch.no_grad():
+        ours = trainer.logprobs(batch_of(lengths))
+        for row, tokens in zip(ours, sequences(lengths), strict=True):
+            wanted = reference_logprobs(reference, tokens)[2:]  # the prompt's three tokens are masked
+            assert (row[2 : 2 + len(wanted)] - wanted).abs().max() < 1e-4
+            assert not row[:2].any() and not row[2 + len(wanted) :].any()
+
+
+def test_gradients_agree_for_every_tensor_with_padding(trainer, reference):
+    """The bridge only moves numbers, so gradients written over the weights come out in the checkpoint's layout."""
+    lengths = (5, 17, 33, 48)
+    batch, module = batch_of(lengths), trainer.model.module
+    module.zero_grad_buffer()
+    logits = module(batch.tokens, batch.position_ids, None)
+    picked = logits.log_softmax(-1).gather(-1, batch.labels[..., None])[..., 0]
+    (picked * batch.loss_mask).sum().backward()
+    ours = _exported_gradients(trainer)
+    sum(reference_logprobs(reference, s)[2:].sum() for s in sequences(lengths)).backward()
+    for name, parameter in reference.named_parameters():
+        largest = parameter.grad.abs().max()
+        assert largest > 0, f"{name} has no gradient in transformers"
+        assert (ours[name] - parameter.grad).abs().max() < 1e-4 * largest, name
+
+
+def _exported_gradients(trainer):
+    parameters = list(trainer.model.module.parameters())
+    kept = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for p in parameters:
+            p.copy_(p.main_grad)
+        gradients = trainer.export()
+        for p, weight in zip(parameters, kept, strict=True):
+            p.copy_(weight)
+    trainer.model.module.zero_grad_buffer()
+    return gradients
+
+
+def test_export_is_bit_exact(trainer, checkpoint):
+    from helpers.bridge import compare_weights
+
+    assert not compare_weights(trainer.export(), checkpoint)
+
+
+def test_a_difference_is_found_by_name(trainer, checkpoint):
+    from helpers.bridge import compare_weights
+
+    weights = trainer.export()
+    weights["model.layers.0.self_attn.sinks"] = weights["model.layers.0.self_attn.sinks"].nextafter(torch.tensor(9.0))
+    weights["surplus"] = weights.pop("lm_head.weight")
+    difference = compare_weights(weights, checkpoint)
+    assert difference.unequal == ("model.layers.0.self_attn.sinks",)
+    assert difference.missing == ("lm_head.weight",) and difference.extra == ("surplus",)
+
+
+def test_exported_tensors_are_the_receivers_own(trainer):
+    first = trainer.export()
+    pointers = {p.data_ptr() for p in trainer.model.module.parameters()}
+    assert not pointers & {t.data_ptr() for t in first.values()}
+
+
+def test_a_micro_batch_changes_nothing(trainer):
+    batch = batch_of((5, 17, 33, 48))
+    whole = trainer.logprobs(batch)
+    before = trainer.settings
+    try:
+        trainer.settings = dataclasses.replace(before, trainer=dataclasses.replace(before.trainer, micro_batch=2))
+        assert (trainer.logprobs(batch) - whole).abs().max() < 1e-5
+        trainer.settings = dataclasses.replace(before, trainer=dataclasses.replace(before.trainer, micro_batch=3))
+        with pytest.raises(ValueError, match="do not divide into micro-batches of 3"):
+            trainer.logprobs(batch)
+    finally:
+        trainer.settings = before
+
+
+def test_advantages_that_are_not_finite_are_refused_where_they_enter():
+    with pytest.raises(ValueError, match="not a finite number"):
+        batch_of((9, 9), advantages=torch.tensor([1.0, float("nan")]))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_changes_nothing(trainer, value):
+    batch = batch_of((9, 17), advantages=torch.tensor([1.0, -1.0]))
+    broken = dataclasses.replace(batch, advantages=batch.advantages * value)
+    before, steps = trainer.export(), trainer.steps_done
+    with pytest.raises(FloatingPointError):
+        trainer.update(broken)
+    after = trainer.export()
+    assert all(torch.equal(before[k], after[k]) for k in before) and trainer.steps_done == steps
+    assert trainer.update(batch)["grad_norm"] > 0  # and the trainer is as good as before
+
+
+def test_resume_gives_the_same_logprobs_and_the_same_next_steps(trainer, tmp_path):
+    batch = batch_of((9, 17, 33, 20), advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]))
+    trainer.update(batch)
+    folder = trainer.save(tmp_path / "state")
+    saved, steps = trainer.logprobs(batch), trainer.steps_done
+    following = [trainer.update(batch) for _ in range(2)]
+    assert not torch.equal(trainer.logprobs(batch), saved)
+    assert trainer.resume(folder) == steps
+    assert torch.equal(trainer.logprobs(batch), saved)
+    for wanted in following:
+        got = trainer.update(batch)
+        assert {k: v for k, v in got.items() if k != "seconds"} == {k: v for k, v in wanted.items() if k != "seconds"}
+    assert [p.name for p in tmp_path.iterdir()] == ["state"]
+
+
+def test_resume_from_nothing_is_refused(trainer, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no trainer checkpoint"):
+        trainer.resume(tmp_path / "none")

@@ -1,0 +1,217 @@
+"""SGLang against transformers: prefill, decode past the window, every kind of weight update, and ends that leave nothing."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.harmony import stop_token_ids
+from helpers.memory import process_tree
+from helpers.profiles import load_profile
+from helpers.rollout import RolloutError, RolloutServer, roll_out
+from helpers.tasks import load_task
+from helpers.weight_sync import send_tensors, sync_weights
+
+pytestmark = pytest.mark.engine
+WINDOW = load_profile("cpu").model.sliding_window
+LENGTHS = (3, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 3 * WINDOW)
+
+
+def sequences(lengths=LENGTHS, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, 64, (n,), generator=generator).tolist() for n in lengths]
+
+
+def reference_logprobs(model, tokens, temperature=1.0):
+    """log p(tokens[t] | before), t >= 1."""
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0, :-1] / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+def served(server):
+    return torch.cat([torch.tensor(x) for x in server.prompt_logprobs(sequences())])
+
+
+def wanted(model):
+    return torch.cat([reference_logprobs(model, s) for s in sequences()])
+
+
+@pytest.fixture
+def clean_server(server, checkpoint):
+    """The server with the checkpoint's weights, before and after."""
+    server.load_weights(checkpoint)
+    yield server
+    server.load_weights(checkpoint)
+
+
+def test_prefill_agrees_over_three_windows(clean_server, reference):
+    assert (served(clean_server) - wanted(reference)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
+def test_decode_agrees_past_the_window(clean_server, reference, temperature):
+    outputs = clean_server.generate(sequences(), temperature, 2, 2 * WINDOW)
+    passed = 0
+    for i, output in enumerate(outputs):
+        start = sequences()[i // 2]
+        got = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
+        full = reference_logprobs(reference, start + output["output_ids"], temperature)
+        assert (full[-len(got) :] - got).abs().max() < 1e-5
+        passed += len(start) < WINDOW < len(start) + len(got)
+    assert passed, "no answer crossed the window while it was decoded: the test shows nothing"
+
+
+def test_the_prefix_cache_changes_nothing(clean_server):
+    tokens = sequences((3 * WINDOW,))
+    first = clean_server.generate(tokens, 0.0, 1, 8)[0]
+    again = clean_server.generate(tokens, 0.0, 1, 8)[0]
+    assert again["meta_info"]["cached_tokens"] > 0
+    assert again["output_ids"] == first["output_ids"]
+    a, b = ([e[0] for e in o["meta_info"]["output_token_logprobs"]] for o in (first, again))
+    assert max(abs(x - y) for x, y in zip(a, b, strict=True)) < 1e-5
+
+
+def test_an_update_right_after_an_answer_does_not_end_the_server(clean_server, checkpoint):
+    """An answered request still counts as running for a moment, and SGLang's own flush in an update asserts that none is."""
+    for _ in range(20):
+        clean_server.generate(sequences((5,)), 1.0, 8, 4)
+        clean_server.load_weights(checkpoint)
+    assert clean_server.healthy()
+
+
+def test_groups_keep_their_order_and_their_prompt(clean_server, settings):
+    problems = load_task("median").sample(5)
+    episodes = roll_out(clean_server, problems, settings)
+    size = settings.batch.group_size
+    assert [e.group for e in episodes] == [i // size for i in range(5 * size)]
+    assert len({e.prompt_ids for e in episodes}) == 5
+    stops = stop_token_ids(clean_server.tokenizer)
+    for e in episodes:
+        assert len(e.completion_ids) <= settings.sampling.max_new_tokens
+        assert (e.completion_ids[-1] in stops) == (e.finish_reason == "stop")
+        assert all(lp <= 0 for lp in e.logprobs) and e.weight_version == "initial"
+
+
+def test_greedy_is_repeatable(clean_server, settings):
+    problems = load_task("median").held_out(16)
+    once, twice = (roll_out(clean_server, problems, settings, greedy=True) for _ in range(2))
+    assert [e.completion_ids for e in once] == [e.completion_ids for e in twice] and len(once) == 16
+
+
+def _kinds():
+    """Every name of layer 0 and of what is in no layer; layer 1 holds the same kinds."""
+    from transformers import GptOssForCausalLM
+
+    from helpers.checkpoints import gpt_oss_config
+
+    with torch.device("meta"):
+        model = GptOssForCausalLM(gpt_oss_config(load_profile("cpu").model))
+    return [name for name, _ in model.named_parameters() if ".layers.1." not in name]
+
+
+@pytest.mark.parametrize("name", _kinds())
+def test_every_kind_of_tensor_arrives(clean_server, reference, name):
+    before = wanted(reference)
+    weight = dict(reference.named_parameters())[name].detach()
+    weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
+    send_tensors(clean_server.post, {name: weight.clone()}, "changed")
+    got = served(clean_server)
+    assert (got - before).abs().max() > 1e-2, f"{name}: the server said success and dropped it"
+    assert (got - wanted(reference)).abs().max() < 1e-4
+
+
+def test_an_unknown_name_is_taken_without_a_word(clean_server):
+    """Why the test above exists: success from SGLang does not mean that a tensor arrived."""
+    before = served(clean_server)
+    send_tensors(clean_server.post, {"model.layers.0.mlp.experts.down_projj": torch.zeros(4, 128, 64)}, "nothing")
+    assert torch.equal(served(clean_server), before)
+
+
+def test_the_trainers_weights_arrive_whole(clean_server, trainer):
+    from helpers.collate import collate
+    from helpers.records import Episode
+
+    with torch.no_grad():
+        for parameter in trainer.model.module.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    shared_memory = set(os.listdir("/dev/shm"))
+    report = sync_weights(trainer, clean_server, "7")
+    episodes = [Episode(tuple(s[:1]), tuple(s[1:]), (0.0,) * (len(s) - 1), "stop", i) for i, s in enumerate(sequences())]
+    batch = collate(episodes, None, pad_id=0)
+    ours = trainer.logprobs(batch)[batch.loss_mask > 0]
+    assert (served(clean_server) - ours).abs().max() < 1e-4
+    assert report.tensors == len(trainer.export()) and 0 < report.seconds < 60
+    assert clean_server.generate([[1, 2]], 0.0, 1, 1)[0]["meta_info"]["weight_version"] == "7"
+    left = {name for name in set(os.listdir("/dev/shm")) - shared_memory if name.startswith("torch_")}
+    assert not left, "weights stay in shared memory after a sync"
+
+
+def test_a_checkpoint_of_another_shape_is_refused_and_the_server_lives(clean_server, tmp_path):
+    from helpers.checkpoints import write_tiny_checkpoint
+
+    other = write_tiny_checkpoint(load_profile("cpu", **{"model.num_local_experts": 8}), tmp_path / "other")
+    with pytest.raises(RolloutError, match="another shape"):
+        clean_server.load_weights(other)
+    assert clean_server.healthy()
+
+
+def test_a_refused_request_has_the_servers_words_and_the_server_lives(clean_server):
+    with pytest.raises(RolloutError, match="refused /generate"):
+        clean_server.post("/generate", input_ids=[[1, 2]], sampling_params={"temperature": -1.0})
+    assert clean_server.healthy()
+
+
+def test_a_killed_parent_leaves_nothing_even_during_the_start(checkpoint, processes):
+    parent, address = processes.start_parent(checkpoint)
+    deadline = time.monotonic() + 20
+    while len(process_tree([address["pid"]])) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(process_tree([address["pid"]])) >= 2, "launcher and server were not started"
+    assert processes.kill_parent(parent, address["pid"]) == []
+
+
+def test_stop_during_the_start_leaves_nothing_and_can_be_called_twice(settings, checkpoint, processes):
+    server = RolloutServer(settings, checkpoint).start()
+    time.sleep(1)
+    tree = process_tree([server.pid])
+    server.stop()
+    server.stop()
+    assert tree and processes.living(tree) == []
+
+
+def test_a_broken_checkpoint_gives_one_error_with_the_log_and_leaves_nothing(settings, checkpoint, tmp_path, processes):
+    from helpers.checkpoints import publish_folder
+
+    def truncated(folder: Path):
+        for file in checkpoint.iterdir():
+            data = file.read_bytes()
+            (folder / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
+
+    broken = publish_folder(tmp_path / "broken", truncated)
+    server = RolloutServer(settings, broken).start()
+    tree = []
+    with pytest.raises(RolloutError) as refusal:
+        try:
+            server.wait()
+        finally:
+            tree = process_tree([server.pid])
+            server.stop()
+    assert "SGLang ended with code" in str(refusal.value) and "Last lines of" in str(refusal.value)
+    assert processes.living(tree) == []
+
+
+def test_a_server_that_takes_too_long_is_ended(checkpoint, processes):
+    hasty = load_profile("cpu", **{"rollout.start_timeout": 1.0})
+    server = RolloutServer(hasty, checkpoint).start()
+    tree = process_tree([server.pid])
+    with pytest.raises(RolloutError, match="did not answer within 1 s"):
+        server.wait()
+    assert processes.living(tree) == []
+
+
+def test_a_checkpoint_that_is_not_there_starts_nothing(settings, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint in"):
+        RolloutServer(settings, tmp_path)
