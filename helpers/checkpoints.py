@@ -91,6 +91,30 @@ def write_tiny_checkpoint(settings: Profile, folder: Path | None = None) -> Path
     return publish_folder(folder, lambda temporary: _save(model, settings, temporary))
 
 
+def starting_checkpoint(settings: Profile) -> Path:
+    """The checkpoint that settings.model names: generated here, a local folder, or a repository of the Hugging Face hub.
+
+    Raises FileNotFoundError for a folder without one, ConnectionError when the hub does not give it.
+    """
+    model = settings.model
+    if model.source == "generated":
+        return write_tiny_checkpoint(settings)
+    if model.source == "folder":
+        return require_checkpoint(Path(model.path))
+    if model.source != "hub":
+        raise ValueError(f"model.source is {model.source!r}; it can be generated, folder or hub")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(model.path, allow_patterns=["*.json", "*.safetensors"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
+        raise ConnectionError(
+            f"the hub did not give {model.path!r} ({type(error).__name__}); check the name and the network, or download it "
+            "elsewhere and set model.source = 'folder', model.path = its folder"
+        ) from error
+
+
 def _save(model, settings: Profile, folder: Path) -> None:
     model.generation_config.eos_token_id = model.config.eos_token_id
     model.generation_config.pad_token_id = model.config.pad_token_id
@@ -129,7 +153,10 @@ def save_weights(weights: dict, template: Path, folder: Path) -> Path:
 def require_checkpoint(folder: Path) -> Path:
     """The folder, if it holds a checkpoint. Raises FileNotFoundError with the next command otherwise."""
     if not (Path(folder) / "config.json").is_file():
-        raise FileNotFoundError(f"no checkpoint in {folder}: run notebook 02 first (python -m helpers.series run --only 02)")
+        raise FileNotFoundError(
+            f"no checkpoint in {folder}: it needs a config.json and weights; notebook 02 makes the series' own "
+            "(python -m helpers.series run --only 02)"
+        )
     return Path(folder)
 
 

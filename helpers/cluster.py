@@ -61,13 +61,15 @@ class RayHead:
         ]  # fmt: skip
         if self.settings.device == "cpu":
             command.append("--num-gpus=0")
-        # a token of its own for every head: loopback alone would let any user of this machine run code through Ray
-        self.token = secrets.token_hex(32)
+        # a token for this process's heads: loopback alone would let any user of this machine run code through Ray, and
+        # Ray reads the token once a process
+        self.token = os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32)
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
         environment = {**os.environ, **self.settings.process_environment("kernel")}
         self._output = (self.folder / "head.log").open("w")
         self.process = subprocess.Popen(
-            [sys.executable, "-S", str(LAUNCHER), *command], stdin=subprocess.PIPE, stdout=self._output,
+            [sys.executable, "-S", str(LAUNCHER), "--remove", str(self.folder), *command],
+            stdin=subprocess.PIPE, stdout=self._output,
             stderr=subprocess.STDOUT, start_new_session=True, env=environment,
         )  # fmt: skip
         return self
@@ -153,8 +155,16 @@ class TrainerActor:
         return self.trainer.update(batch)
 
     def logprobs(self, batch: Batch):
-        # as numpy: megatron-core makes tensors unpickle through a function of its own, so the driver would import Megatron
-        return self.trainer.logprobs(batch).numpy()
+        """(data-parallel rank, [B / ranks, S] numpy), or None on ranks whose part another one repeats.
+
+        As numpy: megatron-core makes tensors unpickle through a function of its own, so the driver would import Megatron.
+        """
+        from megatron.core import parallel_state
+
+        share = self.trainer.logprobs(batch)
+        if share is None or parallel_state.get_tensor_model_parallel_rank():
+            return None
+        return parallel_state.get_data_parallel_rank(), share.numpy()
 
     def sync(self, clients: Clients, version: str) -> SyncReport:
         return sync_weights(self.trainer, clients.open(), version)
@@ -269,10 +279,11 @@ class GrpoCluster:
         return self._all("update", batch)[-1]
 
     def logprobs(self, batch: Batch):
-        """[B, S] as MegatronTrainer.logprobs; of the data-parallel ranks only the last one's share."""
+        """[B, S] log-probability of batch.labels under the present weights, 0 where masked."""
         import torch
 
-        return torch.from_numpy(self._all("logprobs", batch)[-1].copy())
+        shares = sorted((r for r in self._all("logprobs", batch) if r is not None), key=lambda share: share[0])
+        return torch.cat([torch.from_numpy(array.copy()) for _, array in shares])
 
     def sync_weights(self, version: str) -> SyncReport:
         """The trainer's weights into every engine."""

@@ -1,6 +1,8 @@
 """Run a command in a session of its own and end it, with all it started, when the parent goes away.
 
-    Popen([python, ".../helpers/launcher.py", *command], stdin=PIPE, start_new_session=True)
+    Popen([python, ".../helpers/launcher.py", "--remove", folder, *command], stdin=PIPE, start_new_session=True)
+
+--remove FOLDER (optional, first) is deleted at the very end: temp folders of a killed parent do not pile up.
 
 The pipe on stdin is the life line: it closes when the parent closes it, ends, or is killed (even by SIGKILL). A notebook's
 interrupt does not reach the command, since it is in another session. Standard library only; never imported by the engines.
@@ -11,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -101,6 +104,7 @@ def _signal(pid: int, number: int) -> None:
 
 
 def main(command: list[str]) -> int:
+    folder, command = (command[1], command[2:]) if command[0] == "--remove" else ("", command)
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -117,6 +121,8 @@ def main(command: list[str]) -> int:
             break
     died = process.returncode
     _end(process)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
     return died if died is not None else 0
 
 

@@ -73,9 +73,8 @@ def server_command(settings: Profile, checkpoint: Path, port: int) -> list[str]:
         command += ["--mem-fraction-static", str(r.mem_fraction)]
     if settings.device == "cpu":
         # "triton" is the name under which SGLang runs gpt-oss experts (bias, clamp, alpha) in plain torch without AMX
-        # --sleep-on-idle: the scheduler otherwise polls without pause and takes a core from the trainer
-        command += ["--device", "cpu", "--moe-runner-backend", "triton", "--sleep-on-idle"]
-    return command
+        command += ["--device", "cpu", "--moe-runner-backend", "triton"]
+    return command + list(r.server_arguments)
 
 
 class SGLangClient:
@@ -197,13 +196,14 @@ class RolloutServer(SGLangClient):
 
     # --- requests -----------------------------------------------------------------------------------------------------
     def generate(self, prompts: Sequence[Sequence[int]], temperature: float, n: int = 1, max_new_tokens: int = 24, **extra):
-        """SGLang's raw answers, n for each prompt in order, with one logprob a token."""
-        sampling = dict(
-            temperature=temperature, max_new_tokens=max_new_tokens, n=n, stop_token_ids=stop_token_ids(self.tokenizer)
-        )
-        outputs = self.post(
-            "/generate", input_ids=[list(p) for p in prompts], sampling_params=sampling, return_logprob=True, **extra
-        )
+        """SGLang's raw answers, n for each prompt in order, with one logprob a token.
+
+        A prompt is sent n times rather than once with SGLang's own n: that would prefill each prompt once more by itself,
+        to fill a prefix cache which a CPU profile does without.
+        """
+        sampling = dict(temperature=temperature, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids(self.tokenizer))
+        ids = [list(p) for p in prompts for _ in range(n)]
+        outputs = self.post("/generate", input_ids=ids, sampling_params=sampling, return_logprob=True, **extra)
         return outputs if isinstance(outputs, list) else [outputs]
 
     def prompt_logprobs(self, tokens: Sequence[Sequence[int]]) -> list[list[float]]:

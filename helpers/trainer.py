@@ -100,8 +100,11 @@ class MegatronTrainer:
         rate = self.optimizer.param_groups[0]["lr"]
         return means | {"grad_norm": grad_norm, "learning_rate": rate, "seconds": time.perf_counter() - start}
 
-    def logprobs(self, batch: Batch) -> Tensor:
-        """[B, S] log-probability of batch.labels under the present weights, on the CPU; no gradient, 0 where masked."""
+    def logprobs(self, batch: Batch) -> Tensor | None:
+        """[B, S] log-probability of batch.labels under the present weights, on the CPU; no gradient, 0 where masked.
+
+        Of this data-parallel rank's rows; None on a pipeline stage that has no logits.
+        """
         import torch
 
         self._require_mode()
@@ -112,7 +115,7 @@ class MegatronTrainer:
             return LossOutput(logprobs.sum() * 0, part.loss_mask.sum())
 
         self._forward_backward(batch, keep, forward_only=True)
-        return torch.cat(kept)
+        return torch.cat(kept) if kept else None
 
     def export(self) -> dict[str, Tensor]:
         """{Hugging Face name: tensor} on the CPU, cloned: sending them must not move live parameters into shared memory."""

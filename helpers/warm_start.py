@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from helpers.checkpoints import save_weights, tokenizer_and_pad, write_tiny_checkpoint
+from helpers.checkpoints import save_weights, starting_checkpoint, tokenizer_and_pad
 from helpers.collate import collate
 from helpers.harmony import encode
 from helpers.losses import supervised_loss
@@ -58,7 +58,7 @@ def warm_checkpoint(settings: Profile) -> Path:
     folder = settings.checkpoint("warm")
     if (folder / "config.json").is_file():
         return folder
-    start = write_tiny_checkpoint(settings)
+    start = starting_checkpoint(settings)
     tokenizer, pad = tokenizer_and_pad(start)
     trainer = MegatronTrainer(warm_start_settings(settings), start)
     supervised_steps(trainer, tokenizer, pad)

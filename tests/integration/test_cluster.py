@@ -1,0 +1,93 @@
+"""Two trainer ranks and two SGLang engines under one Ray placement group: the loop of notebook 06, wider."""
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.advantages import group_advantages
+from helpers.cluster import ClusterError, GrpoCluster, RayHead
+from helpers.collate import collate
+from helpers.memory import alive, process_tree
+from helpers.profiles import load_profile
+from helpers.rollout import SGLangClient
+from helpers.tasks import MedianTask
+
+pytestmark = pytest.mark.engine
+CHANGES = {"trainer.ranks": 2, "rollout.engines": 2, "batch.prompts": 6, "batch.group_size": 4, "cluster.dashboard": False}
+
+
+@pytest.fixture(scope="module")
+def cluster(checkpoint):
+    """A running cluster; its teardown leaves no process and no folder behind."""
+    settings = load_profile("cpu", **CHANGES)
+    before = set(Path("/tmp").glob("ray-*"))
+    head = RayHead(settings).start().connect()
+    group = GrpoCluster(settings, checkpoint).start()
+    group.head, group.ranks = head, group.ready()
+    yield group
+    started = [pid for pid in process_tree([os.getpid()]) if pid in process_tree([head.process.pid])]
+    group.stop()
+    head.stop()
+    assert len(started) > 6
+    assert alive(started) == []
+    assert set(Path("/tmp").glob("ray-*")) == before
+
+
+@pytest.fixture(scope="module")
+def batch(cluster):
+    problems = MedianTask(0).sample(6, step=0)
+    episodes = cluster.roll_out(problems)
+    assert [e.group for e in episodes] == [g for g in range(6) for _ in range(4)]
+    rewards = torch.arange(24.0) % 5  # any rewards with a spread
+    advantages = group_advantages(rewards, torch.tensor([e.group for e in episodes]))
+    return collate(episodes, advantages, pad_id=0)
+
+
+def test_ranks_and_engines_are_apart(cluster):
+    assert [r["rank"] for r in cluster.ranks] == [0, 1]
+    assert len({r["pid"] for r in cluster.ranks}) == 2
+    assert len(set(cluster.clients.urls)) == 2
+
+
+def test_two_ranks_compute_what_the_servers_sampled(cluster, batch):
+    gap = ((cluster.logprobs(batch) - batch.rollout_logprobs) * batch.loss_mask).abs()
+    assert gap.max() < 1e-4
+
+
+def test_a_step_on_two_ranks_is_the_step_of_one(cluster, batch, trainer):
+    """Same loss and gradient norm, and afterwards the same policy, as the one-rank trainer of this process."""
+    cluster.resume(trainer.save(Path(os.environ["GRPO_RUNS"]) / "one-rank"))
+    one, two = trainer.update(batch), cluster.update(batch)
+    for name in ("loss", "grad_norm", "entropy", "logprob_gap"):
+        assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+    assert (cluster.logprobs(batch) - trainer.logprobs(batch)).abs().max() < 1e-4
+
+
+def test_both_engines_follow_a_sync(cluster, batch):
+    report = cluster.sync_weights("two-engines")
+    want = cluster.logprobs(batch)
+    row = batch.tokens[0][: int(batch.loss_mask[0].nonzero().max()) + 2].tolist()
+    for url in cluster.clients.urls:
+        client = SGLangClient(url, 60)
+        reply = client.post(
+            "/generate", input_ids=[row], return_logprob=True, logprob_start_len=0,
+            sampling_params={"max_new_tokens": 1, "temperature": 1.0},
+        )  # fmt: skip
+        meta = (reply[0] if isinstance(reply, list) else reply)["meta_info"]
+        assert meta["weight_version"] == "two-engines"
+        got = torch.tensor([entry[0] for entry in meta["input_token_logprobs"][1:]])
+        mask = batch.loss_mask[0, : len(got)].bool()
+        assert (got - want[0, : len(got)]).abs()[mask].max() < 1e-4
+    assert report.tensors == 37
+
+
+def test_what_does_not_fit_is_refused(cluster):
+    settings = dataclasses.replace(cluster.settings, trainer=dataclasses.replace(cluster.settings.trainer, ranks=64))
+    start = time.monotonic()
+    with pytest.raises(ClusterError, match="64 trainer ranks and 2 engines"):
+        GrpoCluster(settings, cluster.checkpoint).start(patience=3)
+    assert time.monotonic() - start < 20
