@@ -29,8 +29,15 @@ SUMS = "SHA256SUMS"
 BUFFER = 1 << 22
 LARGE_LIBRARY = 4 << 20  # bytes; a smaller .so holds no device code worth removing
 NEVER_RUN = (
-    "*.pyc", "*.a", "*.js.map", "ray/jars/*", "ray/dashboard/client/*", "sgl_kernel/sm100/*",
-    "*/libnccl_ep.so", "sgl_kernel/infllm_ops*", "sgl_kernel/flashmla_ops*",
+    "*.pyc",
+    "*.a",
+    "*.js.map",
+    "ray/jars/*",
+    "ray/dashboard/client/*",
+    "sgl_kernel/sm100/*",
+    "*/libnccl_ep.so",
+    "sgl_kernel/infllm_ops*",
+    "sgl_kernel/flashmla_ops*",
 )
 
 # CUDA fat binaries: a container header, then entries of one architecture each. All little-endian; offsets in bytes.
@@ -127,7 +134,7 @@ class PartsWriter(io.RawIOBase):
         while done < len(view):
             if self._left == 0:
                 self._next_part()
-            piece = view[done:done + self._left]
+            piece = view[done : done + self._left]
             self._file.write(piece)
             self._hash.update(piece)
             done += len(piece)
@@ -189,14 +196,18 @@ def pack(site: Path, parts: Path, have: set[str], arch: int = 90, part_bytes: in
     Raises BundleError if `site` is no folder or `parts` exists with something in it.
     """
     if not site.is_dir():
-        raise BundleError(f"{site} is not a folder; give the site-packages folder of an installed environment.")
+        raise BundleError(
+            f"{site} is not a folder; give the site-packages folder of an installed environment."
+        )
     if parts.exists() and any(parts.iterdir()):
         raise BundleError(f"{parts} is not empty; remove it or name another folder.")
     parts.mkdir(parents=True, exist_ok=True)
     with closing(PartsWriter(parts, part_bytes)) as sink, tempfile.TemporaryDirectory() as scratch:
-        with io.BufferedWriter(sink, BUFFER) as buffer, gzip.GzipFile(
-                fileobj=buffer, mode="wb", compresslevel=4, mtime=0) as packed, tarfile.open(
-                fileobj=packed, mode="w|", dereference=True) as tar:
+        with (
+            io.BufferedWriter(sink, BUFFER) as buffer,
+            gzip.GzipFile(fileobj=buffer, mode="wb", compresslevel=4, mtime=0) as packed,
+            tarfile.open(fileobj=packed, mode="w|", dereference=True) as tar,
+        ):
             for path, inside in files_to_pack(site, have):
                 _add(tar, path, inside, arch, Path(scratch))
     (parts / SUMS).write_text("".join(sink.sums))
@@ -232,7 +243,9 @@ def unpack(parts: Path, target: Path) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     verbs = parser.add_subparsers(dest="verb", required=True)
     packing = verbs.add_parser("pack", help="site-packages -> numbered parts")
     packing.add_argument("site", type=Path)

@@ -14,9 +14,7 @@ from torch import Tensor
 KINDS = ("std", "mean", "leave_one_out")
 
 
-def group_advantages(
-    rewards: Tensor, groups: Tensor, kind: str = "std", eps: float = 1e-4
-) -> Tensor:
+def group_advantages(rewards: Tensor, groups: Tensor, kind: str = "std", eps: float = 1e-4) -> Tensor:
     """Advantage of every episode within its group.
 
     rewards: [B] float32, one an episode.  groups: [B] int64, any labels, in any order.

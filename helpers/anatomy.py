@@ -161,7 +161,7 @@ def _checked(arch: Architecture) -> Architecture:
 
 
 def layer_types(config: object) -> tuple[str, ...]:
-    """"sliding_attention" or "full_attention" for each layer; even layers slide, as in gpt-oss."""
+    """ "sliding_attention" or "full_attention" for each layer; even layers slide, as in gpt-oss."""
     arch = read_architecture(config)
     return arch.layer_types or tuple(
         FULL if layer % 2 else SLIDING for layer in range(arch.num_hidden_layers)
@@ -179,7 +179,10 @@ def layer_tensors(config: object) -> dict[str, tuple[int, ...]]:
     hidden, wide, experts = a.hidden_size, a.intermediate_size, a.num_local_experts
     shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
     for name, rows, columns in (
-        ("q_proj", q, hidden), ("k_proj", kv, hidden), ("v_proj", kv, hidden), ("o_proj", hidden, q)
+        ("q_proj", q, hidden),
+        ("k_proj", kv, hidden),
+        ("v_proj", kv, hidden),
+        ("o_proj", hidden, q),
     ):
         shapes[f"self_attn.{name}.weight"] = (rows, columns)
         shapes[f"self_attn.{name}.bias"] = (rows,)
@@ -198,9 +201,7 @@ def layer_tensors(config: object) -> dict[str, tuple[int, ...]]:
 def tensor_shapes(config: object) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a plain (not quantised) Hugging Face checkpoint."""
     arch = read_architecture(config)
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (arch.vocab_size, arch.hidden_size)
-    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (arch.vocab_size, arch.hidden_size)}
     for layer in range(arch.num_hidden_layers):
         for name, shape in layer_tensors(arch).items():
             shapes[f"model.layers.{layer}.{name}"] = shape
@@ -215,8 +216,12 @@ def component_of(name: str) -> str:
     if ".mlp.experts." in name:
         return "expert biases" if name.endswith("_bias") else "expert matrices"
     for mark, component in (
-        ("sinks", "sinks"), ("self_attn", "attention"), ("router", "router"), ("norm", "norms"),
-        ("embed_tokens", "embedding"), ("lm_head", "head"),
+        ("sinks", "sinks"),
+        ("self_attn", "attention"),
+        ("router", "router"),
+        ("norm", "norms"),
+        ("embed_tokens", "embedding"),
+        ("lm_head", "head"),
     ):
         if mark in name:
             return component

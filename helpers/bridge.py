@@ -58,7 +58,9 @@ def prepare_process(settings: Profile) -> float:
         megatron_backend.install()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     elif not torch.cuda.is_available():
-        raise RuntimeError(f"profile {settings.name!r} needs a GPU and torch sees none; profile cpu runs on this machine")
+        raise RuntimeError(
+            f"profile {settings.name!r} needs a GPU and torch sees none; profile cpu runs on this machine"
+        )
     with quiet_libraries():
         import megatron.bridge  # noqa: F401
         import megatron.bridge.training  # noqa: F401  what the first load would import
@@ -133,7 +135,9 @@ def load_megatron(folder: Path | str, settings: Profile, with_ddp: bool = True) 
         bridge = AutoBridge.from_hf_pretrained(str(folder))
         provider = make_provider(bridge, settings)
         if not parallel_state.model_parallel_is_initialized():
-            provider.initialize_model_parallel(seed=settings.seed, seed_kwargs={"inference_rng_tracker": True})
+            provider.initialize_model_parallel(
+                seed=settings.seed, seed_kwargs={"inference_rng_tracker": True}
+            )
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, check_for_nan_in_grad=True)
         chunks = provider.provide_distributed_model(
             ddp_config=ddp, wrap_with_ddp=with_ddp, use_cpu_initialization=settings.device == "cpu",
@@ -168,9 +172,15 @@ def compare_weights(exported: dict[str, Tensor], folder: Path | str) -> Differen
     import torch
     from safetensors.torch import load_file
 
-    reference = {k: v for file in sorted(Path(folder).glob("*.safetensors")) for k, v in load_file(str(file)).items()}
+    reference = {
+        k: v for file in sorted(Path(folder).glob("*.safetensors")) for k, v in load_file(str(file)).items()
+    }
     shared = sorted(reference.keys() & exported.keys())
-    unequal = tuple(k for k in shared if not torch.equal(reference[k], exported[k].to(reference[k].dtype).cpu()))
+    unequal = tuple(
+        k for k in shared if not torch.equal(reference[k], exported[k].to(reference[k].dtype).cpu())
+    )
     return Difference(
-        tuple(sorted(reference.keys() - exported.keys())), tuple(sorted(exported.keys() - reference.keys())), unequal
+        tuple(sorted(reference.keys() - exported.keys())),
+        tuple(sorted(exported.keys() - reference.keys())),
+        unequal,
     )

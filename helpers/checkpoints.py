@@ -28,7 +28,9 @@ def tiny_vocabulary(size: int) -> dict[str, int]:
     """Token -> id: harmony's special tokens, its words, digits and punctuation, and reserved tokens up to `size`."""
     tokens = [*SPECIAL_TOKENS, *WORDS, *CHARACTERS]
     if size < len(tokens):
-        raise ValueError(f"model.vocab_size = {size} is too small: the tiny tokenizer needs {len(tokens)} tokens")
+        raise ValueError(
+            f"model.vocab_size = {size} is too small: the tiny tokenizer needs {len(tokens)} tokens"
+        )
     tokens += [f"<|reserved_{i}|>" for i in range(size - len(tokens))]
     return {token: i for i, token in enumerate(tokens)}
 
@@ -86,7 +88,9 @@ def write_tiny_checkpoint(settings: Profile, folder: Path | None = None) -> Path
     torch.manual_seed(settings.seed)
     model = GptOssForCausalLM(gpt_oss_config(settings.model)).to(getattr(torch, settings.model.dtype))
     with torch.no_grad():
-        for layer in model.model.layers:  # transformers starts sinks at 0.02: give them a size that attention notices
+        for (
+            layer
+        ) in model.model.layers:  # transformers starts sinks at 0.02: give them a size that attention notices
             layer.self_attn.sinks.normal_(0.0, 1.0)
     return publish_folder(folder, lambda temporary: _save(model, settings, temporary))
 

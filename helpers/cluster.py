@@ -48,9 +48,14 @@ class RayHead:
     def start(self) -> RayHead:
         """Launch Ray's processes; returns at once."""
         c, layout = self.settings.cluster, self.settings.trainer
-        self.folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short: Ray puts sockets below it, and their paths have a limit
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="ray-")
+        )  # short: Ray puts sockets below it, and their paths have a limit
         port, dashboard_port = free_port(), free_port()
-        self.address, self.dashboard = f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}" if c.dashboard else ""
+        self.address, self.dashboard = (
+            f"127.0.0.1:{port}",
+            f"http://127.0.0.1:{dashboard_port}" if c.dashboard else "",
+        )
         actors = layout.ranks + self.settings.rollout.engines
         command = [
             sys.executable, "-W", "ignore", "-m", "ray.scripts.scripts", "start", "--head", "--block",
@@ -85,7 +90,9 @@ class RayHead:
                 self.stop()
                 raise ClusterError(f"Ray did not start. Its last words:\n{text}")
             time.sleep(0.2)
-        ray.init(address=self.address, log_to_driver=False, logging_level="error", _node_ip_address="127.0.0.1")
+        ray.init(
+            address=self.address, log_to_driver=False, logging_level="error", _node_ip_address="127.0.0.1"
+        )
         return self
 
     def stop(self) -> None:
@@ -130,7 +137,9 @@ class TrainerActor:
         """On rank 0: open the store that the ranks meet at; returns its port."""
         import torch.distributed as dist
 
-        self.store = dist.TCPStore("127.0.0.1", 0, world_size=self.settings.trainer.ranks, is_master=True, wait_for_workers=False)
+        self.store = dist.TCPStore(
+            "127.0.0.1", 0, world_size=self.settings.trainer.ranks, is_master=True, wait_for_workers=False
+        )
         return self.store.port
 
     def build(self, port: int) -> dict:
@@ -140,7 +149,9 @@ class TrainerActor:
         from helpers.trainer import MegatronTrainer
 
         if self.rank:
-            self.store = dist.TCPStore("127.0.0.1", port, world_size=self.settings.trainer.ranks, is_master=False)
+            self.store = dist.TCPStore(
+                "127.0.0.1", port, world_size=self.settings.trainer.ranks, is_master=False
+            )
         self.trainer = MegatronTrainer(self.settings, self.checkpoint, self.rank, self.store)
         return self.describe()
 
@@ -188,7 +199,9 @@ class RolloutActor:
 
     def __init__(self, settings: Profile, checkpoint: str, shared: bool):
         self.settings = settings
-        self.server = open_server(settings, checkpoint) if shared else RolloutServer(settings, checkpoint).start()
+        self.server = (
+            open_server(settings, checkpoint) if shared else RolloutServer(settings, checkpoint).start()
+        )
 
     def wait(self) -> str:
         return self.server.wait().url
@@ -217,7 +230,9 @@ class GrpoCluster:
 
         ranks, engines = self.settings.trainer.ranks, self.settings.rollout.engines
         gpu = {"GPU": 1} if self.settings.device == "cuda" else {}
-        self.group = placement_group([{"CPU": 1, **gpu}] * ranks + [{"CPU": 1, **gpu}] * engines, strategy="PACK")
+        self.group = placement_group(
+            [{"CPU": 1, **gpu}] * ranks + [{"CPU": 1, **gpu}] * engines, strategy="PACK"
+        )
         if not self.group.wait(patience):
             raise ClusterError(
                 f"Ray cannot place {ranks} trainer ranks and {engines} engines on {ray.cluster_resources()}; "
@@ -238,7 +253,9 @@ class GrpoCluster:
         environment = self.settings.process_environment("trainer" if role == "trainer" else "kernel")
         environment |= {k: os.environ[k] for k in ("GRPO_SHARED_SERVER", "GRPO_RUNS") if k in os.environ}
         gpus = 1 if self.settings.device == "cuda" else 0
-        remote = ray.remote(num_cpus=1, num_gpus=gpus, scheduling_strategy=place, runtime_env={"env_vars": environment})(kind)
+        remote = ray.remote(
+            num_cpus=1, num_gpus=gpus, scheduling_strategy=place, runtime_env={"env_vars": environment}
+        )(kind)
         return remote.remote(self.settings, self.checkpoint, argument)
 
     def _build(self) -> list:
@@ -252,7 +269,8 @@ class GrpoCluster:
         import ray
 
         self.clients = Clients(
-            tuple(ray.get([e.wait.remote() for e in self.engines], timeout=timeout)), self.settings.rollout.request_timeout
+            tuple(ray.get([e.wait.remote() for e in self.engines], timeout=timeout)),
+            self.settings.rollout.request_timeout,
         )
         return ray.get(self._built, timeout=timeout)
 
@@ -282,7 +300,9 @@ class GrpoCluster:
         """[B, S] log-probability of batch.labels under the present weights, 0 where masked."""
         import torch
 
-        shares = sorted((r for r in self._all("logprobs", batch) if r is not None), key=lambda share: share[0])
+        shares = sorted(
+            (r for r in self._all("logprobs", batch) if r is not None), key=lambda share: share[0]
+        )
         return torch.cat([torch.from_numpy(array.copy()) for _, array in shares])
 
     def sync_weights(self, version: str) -> SyncReport:

@@ -74,9 +74,7 @@ def _rows(rows: Sequence[Sequence[int]], length: int, pad_id: int) -> Tensor:
     return torch.tensor(padded, dtype=torch.int64)
 
 
-def _completion_rows(
-    episodes: Sequence[Episode], values: Sequence[Sequence[float]], length: int
-) -> Tensor:
+def _completion_rows(episodes: Sequence[Episode], values: Sequence[Sequence[float]], length: int) -> Tensor:
     """[B, length] float32 with each episode's values where completion tokens are predicted."""
     out = torch.zeros(len(episodes), length)
     for row, (episode, numbers) in enumerate(zip(episodes, values, strict=True)):
@@ -103,9 +101,7 @@ def _check_lengths(pad_id: int, seq_length: int | None, round_to: int) -> None:
     if pad_id < 0:
         raise ValueError(f"pad_id={pad_id} has no embedding; use the tokenizer's pad token id")
     if round_to < 1 or (seq_length is not None and seq_length < 1):
-        raise ValueError(
-            f"seq_length={seq_length} and round_to={round_to} must be at least 1 token"
-        )
+        raise ValueError(f"seq_length={seq_length} and round_to={round_to} must be at least 1 token")
 
 
 def _check_episodes(episodes: Sequence[Episode]) -> None:

@@ -145,9 +145,7 @@ def _bundle(png: bytes, alt: str) -> tuple[dict[str, Any], dict[str, Any]]:
     without pictures.
     """
     code = b64encode(png).decode()
-    page = (
-        f'<img alt="{html.escape(alt)}" style="max-width:100%" src="data:image/png;base64,{code}">'
-    )
+    page = f'<img alt="{html.escape(alt)}" style="max-width:100%" src="data:image/png;base64,{code}">'
     return {"text/html": page, "image/png": code, "text/plain": alt}, {"image/png": {"alt": alt}}
 
 
@@ -194,13 +192,9 @@ class LivePlot:
         xlabel: str = "step",
         every_seconds: float = 1.0,
     ) -> None:
-        self.labels = (
-            dict(columns) if isinstance(columns, Mapping) else {name: name for name in columns}
-        )
+        self.labels = dict(columns) if isinstance(columns, Mapping) else {name: name for name in columns}
         if not self.labels:
-            raise FigureError(
-                "LivePlot needs at least one column, for instance {'reward': 'mean reward'}"
-            )
+            raise FigureError("LivePlot needs at least one column, for instance {'reward': 'mean reward'}")
         self.xlabel = xlabel
         self.every_seconds = every_seconds
         self.data: dict[str, list[float]] = {xlabel: [], **{name: [] for name in self.labels}}
@@ -210,9 +204,7 @@ class LivePlot:
     def add(self, x: float, **values: float) -> None:
         """Append one point a column and redraw if it is time."""
         if set(values) != set(self.labels):
-            raise FigureError(
-                f"LivePlot wants the columns {sorted(self.labels)}, got {sorted(values)}"
-            )
+            raise FigureError(f"LivePlot wants the columns {sorted(self.labels)}, got {sorted(values)}")
         self.data[self.xlabel].append(float(x))
         for name, value in values.items():
             self.data[name].append(float(value))
@@ -226,14 +218,15 @@ class LivePlot:
 
         count = len(self.labels)
         fig, axes = plt.subplots(1, count, figsize=(max(7.0, 4.2 * count), 3.4), squeeze=False)
-        for number, (axis, (name, label)) in enumerate(
-            zip(axes[0], self.labels.items(), strict=True)
-        ):
+        for number, (axis, (name, label)) in enumerate(zip(axes[0], self.labels.items(), strict=True)):
             style = {
                 "color": COLOURS[number % len(COLOURS)],
                 "marker": MARKERS[number % len(MARKERS)],
             }
-            axis.plot(self.data[self.xlabel], self.data[name], **style)
+            sparse = max(
+                1, len(self.data[name]) // 20
+            )  # a marker on each of a hundred points hides the curve
+            axis.plot(self.data[self.xlabel], self.data[name], markevery=sparse, **style)
             axis.set_xlabel(self.xlabel)
             axis.set_ylabel(label)
         return fig

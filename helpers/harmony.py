@@ -81,7 +81,9 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
 
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
-        raise FileNotFoundError(f"no tokenizer at {path}: is this a Hugging Face checkpoint folder? Run notebook 01 to make one")
+        raise FileNotFoundError(
+            f"no tokenizer at {path}: is this a Hugging Face checkpoint folder? Run notebook 01 to make one"
+        )
     return Tokenizer.from_file(str(path))
 
 

@@ -250,9 +250,7 @@ def _check_options(
     if ratio not in RATIOS:
         raise ValueError(f"unknown ratio {ratio!r}; use one of {', '.join(RATIOS)}")
     if normaliser not in NORMALISERS:
-        raise ValueError(
-            f"unknown normaliser {normaliser!r}; use one of {', '.join(NORMALISERS)}"
-        )
+        raise ValueError(f"unknown normaliser {normaliser!r}; use one of {', '.join(NORMALISERS)}")
     _check_clips(clip_low, clip_high, dual_clip)
     if normaliser == "constant" and not (constant and constant > 0):
         raise ValueError(

@@ -1,12 +1,7 @@
-"""Where memory goes: predicted from the config, measured from the processes.
-
-PSS (proportional set size, /proc/<pid>/smaps_rollup) divides a shared page among its users, so the sum over processes is
-what the machine really holds; RSS would count the libraries that all of them map once for each.
-"""
+"""Where memory goes: predicted from the config, measured from tensors and processes (helpers.processes has PSS)."""
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from helpers.anatomy import parameter_table, total_parameters
+from helpers.processes import process_tree, pss
 from helpers.profiles import Profile
 
 if TYPE_CHECKING:
     from helpers.trainer import MegatronTrainer
 
-MIB = 2**20
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -69,7 +64,9 @@ def predicted_kv_bytes(settings: Profile, full_tokens: int, window_tokens: int) 
     m = settings.model
     per_layer_token = 2 * m.num_key_value_heads * m.head_dim * _BYTES[m.dtype]
     sliding = (m.num_hidden_layers + 1) // 2
-    return per_layer_token * (sliding * (window_tokens + 1) + (m.num_hidden_layers - sliding) * (full_tokens + 1))
+    return per_layer_token * (
+        sliding * (window_tokens + 1) + (m.num_hidden_layers - sliding) * (full_tokens + 1)
+    )
 
 
 # --- measured: tensors ------------------------------------------------------------------------------------------------
@@ -80,7 +77,12 @@ def measured_trainer_bytes(trainer: MegatronTrainer) -> dict[str, int]:
     states = [s for o in _torch_optimizers(trainer.optimizer) for s in o.state.values()]
     moments = sum(_size(s[k]) for s in states for k in ("exp_avg", "exp_avg_sq") if k in s)
     own = {p.data_ptr() for p in module.parameters()}
-    masters = {p.data_ptr(): _size(p) for o in _torch_optimizers(trainer.optimizer) for g in o.param_groups for p in g["params"]}
+    masters = {
+        p.data_ptr(): _size(p)
+        for o in _torch_optimizers(trainer.optimizer)
+        for g in o.param_groups
+        for p in g["params"]
+    }
     return {
         "weights": sum(_size(p) for p in module.parameters()),
         "gradients": sum(_size(b.grad_data) for b in buffers),
@@ -138,7 +140,12 @@ def saved_for_backward(model=None) -> Iterator[SavedBytes]:
 
         def __init__(self, tensor):
             storage = tensor.untyped_storage()
-            self.tensor, self.key, self.size, self.place = tensor, storage.data_ptr(), storage.nbytes(), place[-1]
+            self.tensor, self.key, self.size, self.place = (
+                tensor,
+                storage.data_ptr(),
+                storage.nbytes(),
+                place[-1],
+            )
             users[self.key] = users.get(self.key, 0) + 1
             if users[self.key] == 1:
                 held[self.place] = held.get(self.place, 0) + self.size
@@ -184,54 +191,6 @@ class ProcessMemory:
     pid: int
     role: str
     pss: int
-
-
-def pss(pid: int) -> int:
-    """Proportional set size of a process in bytes; 0 when it is gone or not ours to read."""
-    try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return 0
-
-
-def process_tree(roots: Sequence[int]) -> list[int]:
-    """The roots and all their descendants that live now."""
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                fields = Path(f"/proc/{entry}/stat").read_text().rsplit(")", 1)[1].split()
-            except OSError:
-                continue
-            if fields[0] != "Z":
-                children.setdefault(int(fields[1]), []).append(int(entry))
-    found, todo = [], list(roots)
-    while todo:
-        pid = todo.pop()
-        if pid not in found:
-            found.append(pid)
-            todo += children.get(pid, [])
-    return found
-
-
-def alive(pids: Sequence[int], patience: float = 5.0) -> list[int]:
-    """Which of these processes still run after up to `patience` seconds; zombies do not count."""
-    deadline = time.monotonic() + patience
-    while True:
-        left = [pid for pid in pids if _state(pid) not in ("", "Z", "X")]
-        if not left or time.monotonic() > deadline:
-            return left
-        time.sleep(0.1)
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return ""
 
 
 _ROLES = (  # what to call a process, by what its command line or title contains; the first that fits wins

@@ -39,7 +39,11 @@ def gpu_names() -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
     done = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=30, check=False
+        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
     return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
 
@@ -75,7 +79,10 @@ def pins(settings: Profile) -> list[Pin]:
     """Every `package==version  # reason` of this profile's requirements; a reason may go on in comment lines below."""
     text = (PROJECT_ROOT / "environment" / ("cpu.in" if settings.device == "cpu" else "gpu.in")).read_text()
     found = re.findall(r"^([\w-]+)(?:\[\w+\])?==(\S+)[ \t]+# (.*(?:\n[ \t]+# .*)*)", text, re.MULTILINE)
-    return [Pin(name, wanted, _version(name), re.sub(r"\s*\n\s*# ", " ", reason)) for name, wanted, reason in found]
+    return [
+        Pin(name, wanted, _version(name), re.sub(r"\s*\n\s*# ", " ", reason))
+        for name, wanted, reason in found
+    ]
 
 
 def _version(package: str) -> str:
@@ -101,11 +108,31 @@ def machine_checks(settings: Profile) -> list[Check]:
     plugins = [e.name for e in metadata.entry_points(group="sglang.srt.plugins")]
     version = sys.version.split()[0]
     checks = [
-        Check("Python", version, sys.version_info[:2] == (3, 12), "run `bash environment/run.sh`: it finds Python 3.12"),
-        Check("memory available", f"{free_memory:.1f} GiB", free_memory >= memory, f"profile {settings.name} wants {memory} GiB"),
-        Check("disk free", f"{free_disk:.1f} GiB", free_disk >= disk, f"free some space: {disk} GiB are wanted below {settings.runs}"),
+        Check(
+            "Python",
+            version,
+            sys.version_info[:2] == (3, 12),
+            "run `bash environment/run.sh`: it finds Python 3.12",
+        ),
+        Check(
+            "memory available",
+            f"{free_memory:.1f} GiB",
+            free_memory >= memory,
+            f"profile {settings.name} wants {memory} GiB",
+        ),
+        Check(
+            "disk free",
+            f"{free_disk:.1f} GiB",
+            free_disk >= disk,
+            f"free some space: {disk} GiB are wanted below {settings.runs}",
+        ),
         Check("/dev/shm free", f"{shm:.0f} MiB", shm >= 256, "start the container with --shm-size=1g"),
-        Check("SGLang plugin", ", ".join(plugins) or "-", "gpt_oss_cpu" in plugins, "install the project: pip install --no-deps -e ."),
+        Check(
+            "SGLang plugin",
+            ", ".join(plugins) or "-",
+            "gpt_oss_cpu" in plugins,
+            "install the project: pip install --no-deps -e .",
+        ),
     ]
     if settings.device == "cuda":
         wanted = settings.trainer.ranks
@@ -114,7 +141,12 @@ def machine_checks(settings: Profile) -> list[Check]:
         segments = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
         clean = "expandable_segments:True" not in segments
         checks.append(
-            Check("allocator", segments or "default", clean, "unset expandable_segments: it breaks SGLang's memory saver (torch_memory_saver 24)")
+            Check(
+                "allocator",
+                segments or "default",
+                clean,
+                "unset expandable_segments: it breaks SGLang's memory saver (torch_memory_saver 24)",
+            )
         )
     return checks
 
@@ -137,8 +169,8 @@ def prepare_kernel(settings: Profile) -> Profile:
     wanted = settings.process_environment("kernel")
     changed = [k for k, v in wanted.items() if os.environ.get(k) != v]
     if "torch" in sys.modules and "GRPO_DEVICE" in changed:
-        raise NotReady("torch was imported before prepare_kernel(settings): restart the kernel and run the cells in order")
+        raise NotReady(
+            "torch was imported before prepare_kernel(settings): restart the kernel and run the cells in order"
+        )
     os.environ.update(wanted)
     return settings
-
-

@@ -84,7 +84,9 @@ class TrainerSettings:
     expert_parallel: int = 1
     learning_rate: float = 5e-4
     warmup_steps: int = 5
-    decay_steps: int | None = None  # None: constant after warm-up; else cosine down to a tenth over so many steps
+    decay_steps: int | None = (
+        None  # None: constant after warm-up; else cosine down to a tenth over so many steps
+    )
     beta1: float = 0.9
     beta2: float = 0.99
     weight_decay: float = 0.0
@@ -111,8 +113,12 @@ class RolloutSettings:
     """SGLang servers."""
 
     engines: int = 1
-    shared: bool = True  # one server for all notebooks of a series; on a GPU each notebook starts and stops its own
-    max_total_tokens: int | None = 16384  # KV cache in tokens; SGLang on a CPU takes half the memory when unset
+    shared: bool = (
+        True  # one server for all notebooks of a series; on a GPU each notebook starts and stops its own
+    )
+    max_total_tokens: int | None = (
+        16384  # KV cache in tokens; SGLang on a CPU takes half the memory when unset
+    )
     max_running_requests: int = 256
     start_timeout: float = 300.0  # seconds
     request_timeout: float = 180.0  # seconds
@@ -120,7 +126,11 @@ class RolloutSettings:
     # Measured on 2 cores with 256 short answers (tests/bench/recorded/rollout_flags.csv): without the prefix tree and the
     # overlap of CPU and GPU work a rollout takes 0.6 s instead of 1.0 s, and an idle scheduler that sleeps leaves its core
     # to the trainer (it polls otherwise). A GPU profile sets its own.
-    server_arguments: tuple[str, ...] = ("--disable-radix-cache", "--disable-overlap-schedule", "--sleep-on-idle")
+    server_arguments: tuple[str, ...] = (
+        "--disable-radix-cache",
+        "--disable-overlap-schedule",
+        "--sleep-on-idle",
+    )
 
 
 @dataclass(frozen=True)
@@ -219,8 +229,12 @@ def _profiles() -> dict[str, Profile]:
         num_key_value_heads=4, head_dim=64, num_local_experts=16, num_experts_per_tok=4, sliding_window=128,
         max_position_embeddings=4096, initializer_range=0.02, dtype="bfloat16",
     )  # fmt: skip
-    gpu_rollout = RolloutSettings(shared=False, server_arguments=(), max_total_tokens=None, start_timeout=900.0, mem_fraction=0.4)
-    one_gpu = dict(device="cuda", rollout=gpu_rollout, cluster=ClusterSettings(num_cpus=8, object_store_mib=512))
+    gpu_rollout = RolloutSettings(
+        shared=False, server_arguments=(), max_total_tokens=None, start_timeout=900.0, mem_fraction=0.4
+    )
+    one_gpu = dict(
+        device="cuda", rollout=gpu_rollout, cluster=ClusterSettings(num_cpus=8, object_store_mib=512)
+    )
     long_answers = SamplingSettings(max_new_tokens=1024)
     return {
         "cpu": Profile(name="cpu", device="cpu"),
@@ -266,7 +280,9 @@ def _replace(record, dotted: str, value):
     head, _, rest = dotted.partition(".")
     names = [f.name for f in dataclasses.fields(record)]
     if head not in names:
-        raise ValueError(f"unknown setting {dotted!r} of {type(record).__name__}{_nearest(head, names)}; it has: {', '.join(names)}")
+        raise ValueError(
+            f"unknown setting {dotted!r} of {type(record).__name__}{_nearest(head, names)}; it has: {', '.join(names)}"
+        )
     present = getattr(record, head)
     if rest:
         if not dataclasses.is_dataclass(present):
@@ -279,7 +295,9 @@ def _checked(name: str, present, value):
     if isinstance(present, float) and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if present is not None and value is not None and type(value) is not type(present):
-        raise TypeError(f"setting {name!r} is a {type(present).__name__} (now {present!r}), not {value!r} ({type(value).__name__})")
+        raise TypeError(
+            f"setting {name!r} is a {type(present).__name__} (now {present!r}), not {value!r} ({type(value).__name__})"
+        )
     return value
 
 
@@ -289,17 +307,25 @@ def _check(p: Profile) -> None:
     if p.steps < 1 or p.batch.prompts < 1 or p.heldout < 1:
         problems.append("steps, batch.prompts and heldout must be at least 1")
     if p.batch.group_size < 2:
-        problems.append("batch.group_size must be at least 2: GRPO compares the answers to one question with each other")
+        problems.append(
+            "batch.group_size must be at least 2: GRPO compares the answers to one question with each other"
+        )
     if t.ranks % (t.tensor_parallel * t.pipeline_parallel):
         problems.append(
             f"trainer.ranks = {t.ranks} does not divide into tensor_parallel x pipeline_parallel = "
             f"{t.tensor_parallel} x {t.pipeline_parallel}"
         )
     if p.model.num_local_experts % t.expert_parallel:
-        problems.append(f"{p.model.num_local_experts} experts do not divide by expert_parallel = {t.expert_parallel}")
+        problems.append(
+            f"{p.model.num_local_experts} experts do not divide by expert_parallel = {t.expert_parallel}"
+        )
     if p.model.num_key_value_heads % t.tensor_parallel:
-        problems.append(f"{p.model.num_key_value_heads} key-value heads do not divide by tensor_parallel = {t.tensor_parallel}")
+        problems.append(
+            f"{p.model.num_key_value_heads} key-value heads do not divide by tensor_parallel = {t.tensor_parallel}"
+        )
     if p.model.num_hidden_layers % t.pipeline_parallel:
-        problems.append(f"{p.model.num_hidden_layers} layers do not divide by pipeline_parallel = {t.pipeline_parallel}")
+        problems.append(
+            f"{p.model.num_hidden_layers} layers do not divide by pipeline_parallel = {t.pipeline_parallel}"
+        )
     if problems:
         raise ValueError(f"profile {p.name!r} contradicts itself: " + "; ".join(problems))

@@ -48,8 +48,7 @@ def write_report(runs: Path | str) -> Path:
     records = {folder.name: _record(folder) for folder in folders}
     body = [_head(runs.name, series), _summary(folders, records, series)]
     body += [
-        _section(folder, records[folder.name], series["notebooks"].get(folder.name, {}))
-        for folder in folders
+        _section(folder, records[folder.name], series["notebooks"].get(folder.name, {})) for folder in folders
     ]
     path = runs / REPORT_FILE
     write_atomically(path, _page(f"Results, profile {runs.name}", "\n".join(body)))
@@ -109,9 +108,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence
     def cells(tag: str, row: Sequence[str]) -> str:
         scope = ' scope="col"' if tag == "th" else ""
         kinds = [' class="number"' if i in numbers else "" for i in range(len(row))]
-        return "".join(
-            f"<{tag}{scope}{kind}>{cell}</{tag}>" for cell, kind in zip(row, kinds, strict=True)
-        )
+        return "".join(f"<{tag}{scope}{kind}>{cell}</{tag}>" for cell, kind in zip(row, kinds, strict=True))
 
     body = "\n".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{cells("th", head)}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
@@ -147,8 +144,7 @@ def _section(folder: Path, record: dict[str, Any] | str, entry: Mapping[str, Any
     if entry.get("peak_processes"):
         parts.append(_memory(entry))
     parts += [
-        _figure(path)
-        for path in sorted(folder.glob("*.png"), key=lambda p: (p.stat().st_mtime, p.name))
+        _figure(path) for path in sorted(folder.glob("*.png"), key=lambda p: (p.stat().st_mtime, p.name))
     ]
     return "\n".join([*parts, "</section>"])
 
@@ -184,9 +180,7 @@ def _metrics_table(record: Mapping[str, Any]) -> str:
                 *map(html.escape, (unit, meaning, healthy)),
             ]
         )
-    return (
-        _table(["metric", "value", "unit", "what it says", "healthy"], rows, (1,)) if rows else ""
-    )
+    return _table(["metric", "value", "unit", "what it says", "healthy"], rows, (1,)) if rows else ""
 
 
 def _memory(entry: Mapping[str, Any]) -> str:

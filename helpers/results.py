@@ -80,13 +80,10 @@ class Metric:
 
 METRICS: dict[str, Metric] = {
     # 00 environment
-    "import_seconds": Metric(
-        "s", "importing the engines for the first time in a fresh process", 0, 120
+    "patches_checked": Metric("count", "upstream sources whose hash was compared with the patch manifest", 1),
+    "patches_moved": Metric(
+        "count", "patched upstream sources that are not what the patch manifest recorded", 0, 0
     ),
-    "patches_checked": Metric(
-        "count", "upstream sources whose hash was compared with the patch manifest", 1
-    ),
-    "patches_moved": Metric("count", "patched upstream sources that are not what the patch manifest recorded", 0, 0),
     "machine_checks_failed": Metric("count", "lines of the readiness table that failed", 0, 0),
     "versions_off_pin": Metric("count", "engines whose installed version is not the pinned one", 0, 0),
     # 01 gpt-oss
@@ -121,13 +118,9 @@ METRICS: dict[str, Metric] = {
         "1", "largest difference of an MXFP4 weight, our decoder and transformers'", 0, 0
     ),
     # 02 bridge
-    "export_missing": Metric(
-        "count", "tensors of the checkpoint that the exported model lacks", 0, 0
-    ),
+    "export_missing": Metric("count", "tensors of the checkpoint that the exported model lacks", 0, 0),
     "export_extra": Metric("count", "exported tensors that the checkpoint does not have", 0, 0),
-    "export_unequal": Metric(
-        "count", "exported tensors that differ from the checkpoint in any bit", 0, 0
-    ),
+    "export_unequal": Metric("count", "exported tensors that differ from the checkpoint in any bit", 0, 0),
     "parity_megatron_hf_max_abs_logit": Metric(
         "logit",
         "largest difference of a logit, Megatron against Hugging Face, same weights and tokens",
@@ -135,55 +128,58 @@ METRICS: dict[str, Metric] = {
         1e-4,
     ),
     "parity_gradient_max_relative": Metric(
-        "1", "largest difference of a gradient, Megatron against Hugging Face, as a share of its tensor's largest", 0, 1e-3
+        "1",
+        "largest difference of a gradient, Megatron against Hugging Face, as a share of its tensor's largest",
+        0,
+        1e-3,
     ),
     "parity_trained_max_abs_logit": Metric(
-        "logit", "the same difference of a logit after the warm start, through the exported checkpoint", 0, 1e-3
+        "logit",
+        "the same difference of a logit after the warm start, through the exported checkpoint",
+        0,
+        1e-3,
     ),
     # 03 rollout
     "parity_sglang_hf_max_abs_logprob": Metric(
         "nat", "largest difference of a token's logprob, SGLang against Hugging Face", 0, 1e-3
     ),
     "rollout_tokens_per_second": Metric("token/s", "new tokens a second while SGLang generates", 1),
-    "sync_kinds_checked": Metric("count", "kinds of tensor changed alone, sent to the running server and compared", 20),
+    "sync_kinds_checked": Metric(
+        "count", "kinds of tensor changed alone, sent to the running server and compared", 20
+    ),
     "sync_max_abs_logprob_error": Metric(
-        "nat", "largest difference of a logprob after such a sync, SGLang against Hugging Face with the same change", 0, 1e-4
+        "nat",
+        "largest difference of a logprob after such a sync, SGLang against Hugging Face with the same change",
+        0,
+        1e-4,
     ),
     "sync_min_abs_logprob_change": Metric(
-        "nat", "largest change of a logprob by a sync, of the kind that changes it least: above 0, none was dropped", 1e-2
+        "nat",
+        "largest change of a logprob by a sync, of the kind that changes it least: above 0, none was dropped",
+        1e-2,
     ),
     # 04 the maths
     "hand_vs_code_max_abs": Metric(
         "1", "largest difference of a value worked by hand and the code's", 0, 1e-6
     ),
     # 05 one step
-    "sync_seconds_max": Metric(
-        "s", "slowest hand-over of new weights from trainer to rollout engine", 0, 5
-    ),
+    "sync_seconds_max": Metric("s", "slowest hand-over of new weights from trainer to rollout engine", 0, 5),
     "sync_follow_max_abs_logprob": Metric(
         "nat", "largest |server logprob - trainer logprob| after the server took the new weights", 0, 1e-4
     ),
     # 06 training
-    "resume_max_abs_logprob": Metric("nat", "largest change of a logprob by loading the trainer checkpoint back", 0, 1e-6),
-    "warm_start_loss": Metric(
-        "nat/token", "cross-entropy at the end of the supervised warm start", 0, 1.5
+    "resume_max_abs_logprob": Metric(
+        "nat", "largest change of a logprob by loading the trainer checkpoint back", 0, 1e-6
     ),
-    "heldout_before": Metric(
-        "1", "share of held-out questions answered right (greedy) before GRPO", 0, 1
-    ),
-    "heldout_after": Metric(
-        "1", "share of held-out questions answered right (greedy) after GRPO", 0, 1
-    ),
+    "warm_start_loss": Metric("nat/token", "cross-entropy at the end of the supervised warm start", 0, 1.5),
+    "heldout_before": Metric("1", "share of held-out questions answered right (greedy) before GRPO", 0, 1),
+    "heldout_after": Metric("1", "share of held-out questions answered right (greedy) after GRPO", 0, 1),
     "heldout_gain": Metric("1", "heldout_after minus heldout_before", 0, 1),
     "reward_first10": Metric("1", "mean reward of the first ten steps", 0, 1),
     "reward_last10": Metric("1", "mean reward of the last ten steps", 0, 1),
-    "completion_length_first10": Metric(
-        "token", "mean completion length of the first ten steps", 1
-    ),
+    "completion_length_first10": Metric("token", "mean completion length of the first ten steps", 1),
     "completion_length_last10": Metric("token", "mean completion length of the last ten steps", 1),
-    "entropy_last10": Metric(
-        "nat", "mean entropy of the policy's next-token choice, last ten steps", 0.01
-    ),
+    "entropy_last10": Metric("nat", "mean entropy of the policy's next-token choice, last ten steps", 0.01),
     "zero_variance_share": Metric(
         "1", "share of groups whose answers all got one reward: no gradient", 0, 0.6
     ),
@@ -194,7 +190,9 @@ METRICS: dict[str, Metric] = {
     "peak_pss_gib": Metric(
         "GiB", "peak memory of the notebook's processes, shared pages counted once (PSS)", 0
     ),
-    "ledger_max_error": Metric("1", "largest relative difference of a static tensor's bytes, predicted and measured", 0, 0.1),
+    "ledger_max_error": Metric(
+        "1", "largest relative difference of a static tensor's bytes, predicted and measured", 0, 0.1
+    ),
     "activation_bytes_halved": Metric(
         "1", "bytes kept for backward with half the micro-batch, as a share of those with the whole", 0.4, 0.6
     ),
@@ -206,9 +204,7 @@ METRICS: dict[str, Metric] = {
         "nat", "largest |trainer logprob - rollout logprob| right after a weight sync", 0, 1e-2
     ),
     # every notebook that starts processes
-    "processes_left": Metric(
-        "count", "processes of the notebook still alive after its teardown", 0, 0
-    ),
+    "processes_left": Metric("count", "processes of the notebook still alive after its teardown", 0, 0),
 }
 
 
@@ -226,9 +222,7 @@ def _finite(name: str, value: Any) -> int | float:
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ResultError(
-            f"metric {name!r} needs one number, got {type(value).__name__} {value!r:.60}"
-        )
+        raise ResultError(f"metric {name!r} needs one number, got {type(value).__name__} {value!r:.60}")
     if not math.isfinite(value):
         raise ResultError(
             f"metric {name!r} is {value}: something upstream diverged or was divided by zero. "
@@ -294,9 +288,7 @@ def hardware() -> dict[str, Any]:
     gpus = _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
     return {
         "cpu": _proc_field("/proc/cpuinfo", "model name") or platform.machine(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(_memory_kib() / 2**20, 1),
         "gpus": [line.strip() for line in gpus.splitlines() if line.strip()],
         "system": f"{platform.system()} {platform.release()}",
@@ -472,9 +464,7 @@ def skipped_cells(notebook: Path | str) -> list[int]:
     return [
         number
         for number, cell in enumerate(cells, start=1)
-        if cell["cell_type"] == "code"
-        and "".join(cell["source"]).strip()
-        and not cell.get("execution_count")
+        if cell["cell_type"] == "code" and "".join(cell["source"]).strip() and not cell.get("execution_count")
     ]
 
 
@@ -506,9 +496,7 @@ def _check_notebook(folder: Path, bounds: Mapping[str, Mapping[str, float]]) -> 
     except ResultError as error:
         return [f"{folder.name}: {error}"]
     failures = (
-        []
-        if record["status"] == "ok"
-        else [f"{folder.name}: status is {record['status']!r}, not 'ok'"]
+        [] if record["status"] == "ok" else [f"{folder.name}: status is {record['status']!r}, not 'ok'"]
     )
     executed = folder / f"{folder.name}.ipynb"
     skipped = skipped_cells(executed) if executed.exists() else []

@@ -23,7 +23,7 @@ import requests
 
 from helpers.checkpoints import require_checkpoint
 from helpers.harmony import encode, load_tokenizer, stop_token_ids
-from helpers.memory import alive
+from helpers.processes import alive
 from helpers.profiles import SHARED_VARIABLE, Profile
 from helpers.records import Episode
 from helpers.tasks import Problem
@@ -49,7 +49,9 @@ class ServerAddress:
 def model_shape(folder: Path | str) -> str:
     """What decides whether a running server can take a checkpoint's weights: the config without names and versions."""
     config = json.loads((Path(folder) / "config.json").read_text())
-    return json.dumps({k: v for k, v in sorted(config.items()) if k not in ("transformers_version", "_name_or_path")})
+    return json.dumps(
+        {k: v for k, v in sorted(config.items()) if k not in ("transformers_version", "_name_or_path")}
+    )
 
 
 def free_port() -> int:
@@ -96,7 +98,9 @@ class SGLangClient:
         try:
             reply = self.http.post(self.url + path, json=payload, timeout=self.timeout)
         except requests.RequestException as error:
-            raise RolloutError(f"SGLang does not answer {path}: {type(error).__name__}.{self.log_tail()}") from error
+            raise RolloutError(
+                f"SGLang does not answer {path}: {type(error).__name__}.{self.log_tail()}"
+            ) from error
         if reply.status_code != 200:
             raise RolloutError(f"SGLang refused {path} ({reply.status_code}): {reply.text[:300]}")
         return reply.json() if "json" in reply.headers.get("content-type", "") else {"message": reply.text}
@@ -122,7 +126,9 @@ def flush_cache(post, seconds: float = 30.0) -> None:
             post("/flush_cache")
             return
         except RolloutError as error:
-            if error.__cause__ is not None or time.monotonic() > deadline:  # no answer at all, or busy for too long
+            if (
+                error.__cause__ is not None or time.monotonic() > deadline
+            ):  # no answer at all, or busy for too long
                 raise
             time.sleep(0.01)
 
@@ -155,7 +161,9 @@ class RolloutServer(SGLangClient):
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.url = f"http://127.0.0.1:{port}"
         environment = {**os.environ, **self.settings.process_environment("server")}
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # SGLang's imports take twice as long without .pyc files
+        environment.pop(
+            "PYTHONDONTWRITEBYTECODE", None
+        )  # SGLang's imports take twice as long without .pyc files
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-S", str(LAUNCHER), *server_command(self.settings, self.checkpoint, port)],
@@ -178,7 +186,9 @@ class RolloutServer(SGLangClient):
                     f"rollout.start_timeout.{self.log_tail()}"
                 )
             time.sleep(0.25)
-        self.post("/freeze_gc")  # else each flush of the cache walks all of the start's objects: 0.4 s on a CPU
+        self.post(
+            "/freeze_gc"
+        )  # else each flush of the cache walks all of the start's objects: 0.4 s on a CPU
         self.start_seconds = time.monotonic() - self._started
         return self
 
@@ -195,15 +205,28 @@ class RolloutServer(SGLangClient):
             self.process = None
 
     # --- requests -----------------------------------------------------------------------------------------------------
-    def generate(self, prompts: Sequence[Sequence[int]], temperature: float, n: int = 1, max_new_tokens: int = 24, **extra):
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        temperature: float,
+        n: int = 1,
+        max_new_tokens: int = 24,
+        **extra,
+    ):
         """SGLang's raw answers, n for each prompt in order, with one logprob a token.
 
         A prompt is sent n times rather than once with SGLang's own n: that would prefill each prompt once more by itself,
         to fill a prefix cache which a CPU profile does without.
         """
-        sampling = dict(temperature=temperature, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids(self.tokenizer))
+        sampling = dict(
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=stop_token_ids(self.tokenizer),
+        )
         ids = [list(p) for p in prompts for _ in range(n)]
-        outputs = self.post("/generate", input_ids=ids, sampling_params=sampling, return_logprob=True, **extra)
+        outputs = self.post(
+            "/generate", input_ids=ids, sampling_params=sampling, return_logprob=True, **extra
+        )
         return outputs if isinstance(outputs, list) else [outputs]
 
     def prompt_logprobs(self, tokens: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -215,9 +238,13 @@ class RolloutServer(SGLangClient):
         """Take the weights of a checkpoint folder of the same shape; returns seconds. Raises RolloutError otherwise."""
         folder = require_checkpoint(Path(checkpoint))
         if model_shape(folder) != self.shape:
-            raise RolloutError(f"{folder} is a model of another shape than the server's; start a server of its own for it")
+            raise RolloutError(
+                f"{folder} is a model of another shape than the server's; start a server of its own for it"
+            )
         start = time.perf_counter()
-        done = self.post("/update_weights_from_disk", model_path=str(folder), weight_version=version, flush_cache=False)
+        done = self.post(
+            "/update_weights_from_disk", model_path=str(folder), weight_version=version, flush_cache=False
+        )
         if not done.get("success"):
             raise RolloutError(f"SGLang did not take the weights of {folder}: {done.get('message')}")
         flush_cache(self.post)
@@ -243,7 +270,9 @@ def open_server(settings: Profile, checkpoint: Path | str) -> RolloutServer:
     shared = os.environ.get(SHARED_VARIABLE)
     if shared and Path(shared).is_file():
         address = ServerAddress(**json.loads(Path(shared).read_text()))
-        if alive([address.pid], patience=0) and address.shape == model_shape(require_checkpoint(Path(checkpoint))):
+        if alive([address.pid], patience=0) and address.shape == model_shape(
+            require_checkpoint(Path(checkpoint))
+        ):
             server = RolloutServer.attach(settings, checkpoint, address).wait()
             server.load_weights(checkpoint)
             log.info("attached to the running SGLang server at %s", address.url)
@@ -270,7 +299,9 @@ def shared_server(settings: Profile, checkpoint: Path | str) -> Iterator[dict[st
         server.stop()
 
 
-def roll_out(server: RolloutServer, problems: Sequence[Problem], settings: Profile, greedy: bool = False) -> list[Episode]:
+def roll_out(
+    server: RolloutServer, problems: Sequence[Problem], settings: Profile, greedy: bool = False
+) -> list[Episode]:
     """group_size sampled answers for each problem (one greedy answer each if `greedy`), as episodes in order."""
     prompts = [encode(server.tokenizer, p.prompt) for p in problems]
     n = 1 if greedy else settings.batch.group_size
@@ -285,5 +316,10 @@ def _episode(output: dict, prompt: tuple[int, ...], group: int) -> Episode:
     info = output["meta_info"]
     logprobs = tuple(entry[0] for entry in info["output_token_logprobs"])
     return Episode(
-        prompt, tuple(output["output_ids"]), logprobs, info["finish_reason"]["type"], group, str(info.get("weight_version", ""))
+        prompt,
+        tuple(output["output_ids"]),
+        logprobs,
+        info["finish_reason"]["type"],
+        group,
+        str(info.get("weight_version", "")),
     )

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
-import ctypes
 import difflib
 import errno
 import fcntl
@@ -43,6 +41,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from helpers.preflight import NotReady, check_machine
+from helpers.processes import ProcessWatch, become_subreaper, grow, process_name, process_table, send_signal
 from helpers.profiles import RUNS_VARIABLE, Profile, load_profile
 from helpers.results import (
     METRICS, METRICS_FILE, PROJECT_ROOT, ResultError, command_for, git_commit, read_metrics,
@@ -59,7 +59,6 @@ START_SECONDS = 120.0
 INTERRUPT_SECONDS = 10.0  # from the interrupt of an overdue cell to SIGKILL of its kernel
 SILENCE_SECONDS = 60.0  # beyond a cell's limit: the executor itself must be stuck
 SETTLE_SECONDS = 15.0  # what a finished notebook's processes may take to end by themselves
-SAMPLE_SECONDS = 1.5
 MIN_FREE_GB = 2.0
 
 
@@ -150,23 +149,11 @@ def read_parameters(path: Path) -> dict[str, Parameter]:
 
 
 def _parameter(node: ast.stmt) -> Parameter | None:
-    if (
-        isinstance(node, ast.AnnAssign)
-        and isinstance(node.target, ast.Name)
-        and node.value is not None
-    ):
-        return Parameter(
-            node.target.id, ast.unparse(node.annotation).strip("'\""), _literal(node.value)
-        )
-    if (
-        isinstance(node, ast.Assign)
-        and len(node.targets) == 1
-        and isinstance(node.targets[0], ast.Name)
-    ):
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+        return Parameter(node.target.id, ast.unparse(node.annotation).strip("'\""), _literal(node.value))
+    if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
         default = _literal(node.value)
-        return Parameter(
-            node.targets[0].id, "Any" if default is None else type(default).__name__, default
-        )
+        return Parameter(node.targets[0].id, "Any" if default is None else type(default).__name__, default)
     return None
 
 
@@ -184,10 +171,7 @@ def convert(parameter: Parameter, text: str) -> Any:
     stands; any other
     type takes a Python literal of that type.
     """
-    kinds = [
-        kind.strip()
-        for kind in re.sub(r"^Optional\[(.*)\]$", r"\1 | None", parameter.kind).split("|")
-    ]
+    kinds = [kind.strip() for kind in re.sub(r"^Optional\[(.*)\]$", r"\1 | None", parameter.kind).split("|")]
     if "None" in kinds and text == "None":
         return None
     for kind in (kind for kind in kinds if kind != "None"):
@@ -226,9 +210,7 @@ _CONVERTERS: dict[str, Callable[[str], Any]] = {
 def _literal_of(kind: str) -> Callable[[str], Any]:
     """Reads a Python literal of a container type, or any literal (else the text) for a type not
     known here."""
-    wanted = {"list": list, "tuple": tuple, "dict": dict, "set": set}.get(
-        kind.split("[")[0].lower()
-    )
+    wanted = {"list": list, "tuple": tuple, "dict": dict, "set": set}.get(kind.split("[")[0].lower())
 
     def read(text: str) -> Any:
         try:
@@ -255,9 +237,7 @@ def bind_parameters(
     for name, text in given:
         if name not in known:
             listed = ", ".join(sorted(known)) or "none"
-            raise SeriesError(
-                f"unknown parameter {name}{_nearest(name, known)}. Known here: {listed}"
-            )
+            raise SeriesError(f"unknown parameter {name}{_nearest(name, known)}. Known here: {listed}")
         if name == "PROFILE" and text != profile:
             raise SeriesError(
                 f"-p PROFILE {text} contradicts --profile {profile}. Use --profile {text} alone"
@@ -265,202 +245,10 @@ def bind_parameters(
     words = {"PROFILE": profile} | {name: text for name, text in given}
     return {
         n.name: {
-            name: convert(n.parameters[name], text)
-            for name, text in words.items()
-            if name in n.parameters
+            name: convert(n.parameters[name], text) for name, text in words.items() if name in n.parameters
         }
         for n in notebooks
     }
-
-
-# --- processes: who belongs to the notebook, what they weigh, and their end -----------------------
-
-
-def become_subreaper() -> None:
-    """Make orphans of this process tree children of the runner instead of init, so that none
-    escapes from view.
-
-    SGLang servers and Ray daemons start sessions of their own and lose their parent. Source:
-    prctl(2),
-    PR_SET_CHILD_SUBREAPER = 36, Linux only; elsewhere the watch by pid and start time remains.
-    """
-    try:
-        ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)
-    except (OSError, AttributeError) as error:
-        log.info("orphans are not re-parented to the runner: %s", error)
-
-
-def _process_table() -> dict[int, tuple[int, str, str]]:
-    """pid -> (parent pid, start time, state) of every process that /proc shows."""
-    table = {}
-    for entry in Path("/proc").iterdir() if Path("/proc/self/stat").exists() else ():
-        if entry.name.isdigit():
-            try:
-                # the command name may hold spaces and brackets: split behind its last bracket
-                words = (entry / "stat").read_text(errors="replace").rsplit(")", 1)[1].split()
-            except (OSError, IndexError):
-                continue
-            table[int(entry.name)] = (int(words[1]), words[19], words[0])
-    return table
-
-
-def _pss_mib(pid: int) -> float:
-    """Proportional set size in MiB: pages that k processes share count 1/k each; 0 when it is
-    gone."""
-    try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) / 1024
-    except OSError:
-        pass
-    return 0.0
-
-
-def _process_name(pid: int) -> str:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return "?"
-    # the first words without folders: neither a report nor a message shall carry machine paths
-    return (
-        " ".join(Path(word).name for word in words[:3] if word and not word.startswith("{"))[:80]
-        or "?"
-    )
-
-
-class ProcessWatch(threading.Thread):
-    """Follows every descendant of the runner by (pid, start time) and samples memory.
-
-    Processes that exist when `mark_shared` is called, and their descendants, belong to the series
-    and not to a
-    notebook: they count for memory but are not ended with a notebook.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(name="process-watch", daemon=True)
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._known: dict[int, str] = {}  # pid -> start time, of the notebook
-        self._shared: dict[int, str] = {}
-        self._own = os.getpid()
-        self._first_parent: dict[tuple[int, str], int] = {}
-        self.peak_mib = 0.0
-        self.peak_processes: list[dict[str, Any]] = []
-
-    def run(self) -> None:
-        last = 0.0
-        while not self._over.wait(0.4):
-            self.scan()
-            if time.monotonic() - last >= SAMPLE_SECONDS:
-                self._sample()
-                last = time.monotonic()
-
-    def close(self) -> None:
-        self._over.set()
-        self.join(timeout=10)
-
-    def scan(self) -> dict[int, str]:
-        """Look once; returns the notebook's live processes, pid -> start time."""
-        with self._lock:
-            table = _process_table()
-            live = {pid: start for pid, (_, start, state) in table.items() if state != "Z"}
-            children: dict[int, list[int]] = {}
-            for pid, (parent, _, _) in table.items():
-                children.setdefault(parent, []).append(pid)
-            self._shared = _grow(self._shared, children, live, ())
-            self._known = _grow(
-                self._known | {self._own: live.get(self._own, "")}, children, live, self._shared
-            )
-            self._known.pop(self._own, None)
-            for pid, start in self._known.items():
-                self._first_parent.setdefault((pid, start), table[pid][0])
-            self._reap_orphans(table)
-            return dict(self._known)
-
-    def _reap_orphans(self, table: Mapping[int, tuple[int, str, str]]) -> None:
-        """Collect adopted orphans that ended, so that nobody takes the zombie for a live process.
-
-        The runner's own children are left to the code that started them.
-        """
-        for pid, (parent, start, state) in table.items():
-            adopted = self._first_parent.get((pid, start), self._own) != self._own
-            if state == "Z" and parent == self._own and adopted:
-                with contextlib.suppress(OSError):
-                    os.waitpid(pid, os.WNOHANG)
-
-    def mark_shared(self) -> None:
-        """Count everything that runs now as the series' own."""
-        found = self.scan()
-        with self._lock:
-            self._shared |= found
-            self._known = {}
-
-    def start_notebook(self) -> None:
-        """Forget the previous notebook's peak."""
-        with self._lock:
-            self.peak_mib, self.peak_processes = 0.0, []
-
-    def _sample(self) -> None:
-        with self._lock:
-            pids = [*self._known, *self._shared]
-        sizes = {pid: _pss_mib(pid) for pid in pids}
-        total = sum(sizes.values())
-        if total > self.peak_mib:
-            largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:6]
-            rows = [
-                {"process": _process_name(pid), "pss_mib": round(sizes[pid])} for pid in largest
-            ]
-            with self._lock:
-                self.peak_mib, self.peak_processes = total, rows
-
-    def settle(self, seconds: float, hurry: Callable[[], bool] = lambda: False) -> dict[int, str]:
-        """Wait up to `seconds` for the notebook's processes to end by themselves; returns those
-        that did not."""
-        end = time.monotonic() + seconds
-        live = self.scan()
-        while live and time.monotonic() < end and not hurry():
-            time.sleep(0.2)
-            live = self.scan()
-        return live
-
-    def end_all(self, hurry: Callable[[], bool] = lambda: False) -> int:
-        """SIGTERM, then SIGKILL whatever the notebook still runs; returns how many resisted even
-        that."""
-        for signum, seconds in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 5.0)):
-            for pid, start in self.scan().items():
-                _signal(pid, start, signum)
-            if not self.settle(seconds, hurry if signum == signal.SIGTERM else lambda: False):
-                return 0
-        return len(self.scan())
-
-
-def _grow(
-    roots: Mapping[int, str],
-    children: Mapping[int, list[int]],
-    live: Mapping[int, str],
-    apart: Iterable[int],
-) -> dict[int, str]:
-    """`roots` that still live and all their live descendants, without those in `apart`."""
-    apart = set(apart)
-    todo = [pid for pid, start in roots.items() if live.get(pid) == start]
-    found: dict[int, str] = {}
-    while todo:
-        pid = todo.pop()
-        if pid in found or pid in apart or pid not in live:
-            continue
-        found[pid] = live[pid]
-        todo += children.get(pid, [])
-    return found
-
-
-def _signal(pid: int, start: str, signum: int) -> None:
-    """Signal a process unless its number has gone to another one."""
-    entry = _process_table().get(pid)
-    if entry is not None and entry[1] == start:
-        try:
-            os.kill(pid, signum)
-        except OSError as error:
-            log.info("process %s did not take signal %s: %s", pid, signum, error)
 
 
 # --- the executor: a process of its own that runs one notebook with papermill ---------------------
@@ -506,9 +294,7 @@ class _Guard(threading.Thread):
             ready, _, _ = select.select([0], [], [], 0.25)
             if ready and not os.read(0, 1):
                 self.stop("runner gone")
-                time.sleep(
-                    INTERRUPT_SECONDS
-                )  # main ends the process earlier if the kernel gave way
+                time.sleep(INTERRUPT_SECONDS)  # main ends the process earlier if the kernel gave way
                 _kill_descendants()
                 os._exit(1)
             if time.monotonic() > self._deadline:
@@ -520,14 +306,14 @@ class _Guard(threading.Thread):
 
 def _kill_descendants() -> None:
     """SIGKILL the kernel and what it started, where no runner is left to do it."""
-    table = _process_table()
+    table = process_table()
     children: dict[int, list[int]] = {}
     for pid, (parent, _, _) in table.items():
         children.setdefault(parent, []).append(pid)
     starts = {pid: start for pid, (_, start, _) in table.items()}
-    for pid, start in _grow({os.getpid(): starts[os.getpid()]}, children, starts, ()).items():
+    for pid, start in grow({os.getpid(): starts[os.getpid()]}, children, starts, ()).items():
         if pid != os.getpid():
-            _signal(pid, start, signal.SIGKILL)
+            send_signal(pid, start, signal.SIGKILL)
 
 
 def execute(job: Mapping[str, Any], emit: Callable[..., None]) -> None:
@@ -558,9 +344,7 @@ def _papermill(
 
     cells = nbformat.read(job["input"], as_version=4).cells
     # papermill adds one cell that holds the parameters
-    total = sum(c.cell_type == "code" and bool(c.source.strip()) for c in cells) + bool(
-        job["parameters"]
-    )
+    total = sum(c.cell_type == "code" and bool(c.source.strip()) for c in cells) + bool(job["parameters"])
 
     def started(cell: Any, cell_index: int) -> None:
         if guard.reason:
@@ -623,9 +407,7 @@ def _engine(guard: _Guard) -> type:
             execution_timeout: float = 0,
             **options: Any,
         ) -> Any:
-            options = remove_args(
-                ["input_path", "stdout_file", "stderr_file", "log_output"], **options
-            )
+            options = remove_args(["input_path", "stdout_file", "stderr_file", "log_output"], **options)
             client = Client(
                 nb_man, kernel_name=kernel_name, startup_timeout=int(start_timeout), timeout=execution_timeout,
                 log=logger, **options,
@@ -649,16 +431,16 @@ def _describe_error(
     elif guard.reason:
         name, message = "Stopped", f"the run was stopped ({guard.reason})"
     elif name == "DeadKernelError":
-        message = "the kernel died in this cell: killed from outside, out of memory, or crashed in native code"
+        message = (
+            "the kernel died in this cell: killed from outside, out of memory, or crashed in native code"
+        )
     elif getattr(error, "errno", None) == errno.ENOSPC:
         name, message = (
             "DiskFull",
             "the disk is full; make room, or choose another place with --runs DIR",
         )
     elif place["cell"] == 0 and isinstance(error, (RuntimeError, TimeoutError)):
-        message = (
-            f"the kernel did not start: {message}. Look at {LOG_FILE} beside the executed notebook"
-        )
+        message = f"the kernel did not start: {message}. Look at {LOG_FILE} beside the executed notebook"
     return {
         "ename": name,
         "evalue": message[:600],
@@ -759,9 +541,7 @@ class Options:
     start_seconds: float = START_SECONDS
     min_free_gb: float = MIN_FREE_GB
     settle_seconds: float = SETTLE_SECONDS
-    environment: dict[str, str] = field(
-        default_factory=dict
-    )  # of shared services, for every kernel
+    environment: dict[str, str] = field(default_factory=dict)  # of shared services, for every kernel
 
 
 class Screen:
@@ -866,9 +646,7 @@ class Runner:
 
     def _environment(self) -> dict[str, str]:
         env = (
-            dict(os.environ)
-            | self.options.settings.process_environment("kernel")
-            | self.options.environment
+            dict(os.environ) | self.options.settings.process_environment("kernel") | self.options.environment
         )
         env.pop(
             "PYTHONDONTWRITEBYTECODE", None
@@ -920,7 +698,7 @@ class Runner:
         failure."""
         patience = self.options.settle_seconds
         left = self.watch.settle(min(6, patience) if problem else patience, lambda: self.hurry)
-        names = sorted({_process_name(pid) for pid in left})
+        names = sorted({process_name(pid) for pid in left})
         if left:
             self.watch.end_all(lambda: self.hurry)
         if not left:
@@ -955,9 +733,7 @@ class Runner:
         ):
             if path.exists() and path.stat().st_size:
                 rows.append(f"  {label}: {_shown(path)}")
-        rows.append(
-            f"  next: correct it, then {command_for(self.options.settings.name, outcome.notebook)}"
-        )
+        rows.append(f"  next: correct it, then {command_for(self.options.settings.name, outcome.notebook)}")
         return "\n".join(rows)
 
 
@@ -1006,9 +782,7 @@ def runs_lock(runs: Path) -> Iterator[None]:
 # --- shared services ------------------------------------------------------------------------------
 
 
-def start_shared(
-    settings: Profile, notebooks: Sequence[Notebook], stack: ExitStack
-) -> dict[str, str]:
+def start_shared(settings: Profile, notebooks: Sequence[Notebook], stack: ExitStack) -> dict[str, str]:
     """Start what several notebooks share (one SGLang server), if the profile wants it and two or
     more use it.
 
@@ -1017,9 +791,7 @@ def start_shared(
     Returns environment variables that tell the kernels where it is.
     """
     users = [
-        n
-        for n in notebooks
-        if any(word in n.path.read_text() for word in ("open_server", "GrpoCluster"))
+        n for n in notebooks if any(word in n.path.read_text() for word in ("open_server", "GrpoCluster"))
     ]
     if not settings.rollout.shared or len(users) < 2:
         return {}
@@ -1034,9 +806,7 @@ def _random_checkpoint(settings: Profile) -> Path:
     folder = settings.checkpoint("random")
     if not (folder / "config.json").is_file():
         code = "import sys; from helpers import checkpoints, profiles; checkpoints.write_tiny_checkpoint(profiles.load_profile(sys.argv[1]))"
-        env = (
-            os.environ | settings.process_environment("kernel") | {"PYTHONPATH": str(PROJECT_ROOT)}
-        )
+        env = os.environ | settings.process_environment("kernel") | {"PYTHONPATH": str(PROJECT_ROOT)}
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", code, settings.name],
             env=env,
@@ -1145,9 +915,7 @@ def table(outcomes: Sequence[Outcome], runs: Path) -> str:
     """Notebook, status, seconds, peak memory and key figures as aligned text."""
     rows = [("notebook", "status", "seconds", "GiB", "key figures")]
     for o in outcomes:
-        numbers = (
-            ("", "") if o.status == "not run" else (f"{o.seconds:.1f}", f"{o.peak_pss_gib:.2f}")
-        )
+        numbers = ("", "") if o.status == "not run" else (f"{o.seconds:.1f}", f"{o.peak_pss_gib:.2f}")
         rows.append((o.notebook, o.status, *numbers, key_figures(runs / o.notebook)))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return "\n".join(
@@ -1183,9 +951,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         sub = commands.add_parser(task, help=words, description=words)
         sub.add_argument("--profile", default="cpu", help="cpu (default), gpu, gpu-20b or cluster")
-        sub.add_argument(
-            "--notebooks", type=Path, default=PROJECT_ROOT / "notebooks", metavar="DIR"
-        )
+        sub.add_argument("--notebooks", type=Path, default=PROJECT_ROOT / "notebooks", metavar="DIR")
         sub.add_argument(
             "--runs", type=Path, metavar="DIR", help="results go to DIR/<profile> (default: runs/)"
         )
@@ -1195,12 +961,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_arguments(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--only", nargs="+", default=[], metavar="NN", help="numbers or names of notebooks"
-    )
-    sub.add_argument(
-        "-p", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), dest="given"
-    )
+    sub.add_argument("--only", nargs="+", default=[], metavar="NN", help="numbers or names of notebooks")
+    sub.add_argument("-p", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), dest="given")
     sub.add_argument("--keep-going", action="store_true", help="go on after a failed notebook")
     sub.add_argument(
         "--cell-seconds",
@@ -1242,9 +1004,7 @@ def _options(args: argparse.Namespace, settings: Profile, argv: Sequence[str]) -
 
 def _list(args: argparse.Namespace) -> int:
     for notebook in discover(args.notebooks):
-        words = ", ".join(
-            f"{p.name}: {p.kind} = {p.default!r}" for p in notebook.parameters.values()
-        )
+        words = ", ".join(f"{p.name}: {p.kind} = {p.default!r}" for p in notebook.parameters.values())
         print(f"{notebook.name}  {words}")
     return 0
 
@@ -1280,8 +1040,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(write_report(settings.runs))
             return 0
-        return run_series(_options(args, settings, argv), Screen())
-    except (SeriesError, ResultError, ValueError, OSError) as error:
+        options = _options(args, settings, argv)
+        check_machine(settings)
+        return run_series(options, Screen())
+    except (SeriesError, ResultError, NotReady, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -156,7 +156,9 @@ class MegatronTrainer:
 
         self._require_mode()
         if not Path(folder).is_dir():
-            raise FileNotFoundError(f"no trainer checkpoint in {folder}: it is written every few steps by notebook 06")
+            raise FileNotFoundError(
+                f"no trainer checkpoint in {folder}: it is written every few steps by notebook 06"
+            )
         with quiet_libraries():
             state = dist_checkpointing.load(self._state(loading=True), str(folder))
         for i, chunk in enumerate(self._unwrapped()):
@@ -235,15 +237,21 @@ class MegatronTrainer:
         ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         rows = batch.size[0]
         if rows % ranks:
-            raise ValueError(f"{rows} episodes do not divide among {ranks} data-parallel ranks; change batch.prompts or group_size")
+            raise ValueError(
+                f"{rows} episodes do not divide among {ranks} data-parallel ranks; change batch.prompts or group_size"
+            )
         share = rows // ranks
         size = min(self.settings.trainer.micro_batch, share)
         if share % size:
-            raise ValueError(f"a rank's {share} episodes do not divide into micro-batches of {size}; change trainer.micro_batch")
+            raise ValueError(
+                f"a rank's {share} episodes do not divide into micro-batches of {size}; change trainer.micro_batch"
+            )
         first = rank * share
         return [batch.rows(slice(i, i + size)) for i in range(first, first + share, size)]
 
-    def _forward_backward(self, batch: Batch, loss: Loss, forward_only: bool) -> dict[str, tuple[float, float]]:
+    def _forward_backward(
+        self, batch: Batch, loss: Loss, forward_only: bool
+    ) -> dict[str, tuple[float, float]]:
         """Run Megatron's schedule over the micro-batches; returns metric -> (sum, count) over the global batch."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -268,7 +276,10 @@ class MegatronTrainer:
             logprobs = token_logprobs(logits, part.labels, temperature)
             out = loss(logprobs, part)
             entropy = (token_entropy(logits, temperature) * part.loss_mask).sum()
-            metrics = out.metrics | {"loss": (out.total.detach(), out.normaliser), "entropy": (entropy, part.loss_mask.sum())}
+            metrics = out.metrics | {
+                "loss": (out.total.detach(), out.normaliser),
+                "entropy": (entropy, part.loss_mask.sum()),
+            }
             if "logprob_gap" in metrics:
                 gap = (logprobs.detach() - part.rollout_logprobs).abs() * part.loss_mask
                 metrics["logprob_gap_max"] = (gap.max(), torch.ones(()))
@@ -285,7 +296,9 @@ class MegatronTrainer:
         if not results:  # not the last pipeline stage
             return {}
         names = list(results[0])
-        table = torch.stack([torch.stack([torch.stack([a.float(), b.float()]) for a, b in r.values()]) for r in results])
+        table = torch.stack(
+            [torch.stack([torch.stack([a.float(), b.float()]) for a, b in r.values()]) for r in results]
+        )
         group = parallel_state.get_data_parallel_group()
         total, peak = table.double().sum(0).to("cuda"), table.double().amax(0).to("cuda")
         dist.all_reduce(total, group=group)
@@ -309,7 +322,9 @@ class MegatronTrainer:
             ) from error
         total, count = sums.get("loss", (0.0, 1.0))
         if not math.isfinite(total / max(count, 1e-12)):
-            raise FloatingPointError(f"the loss is {total} at step {self.steps_done}; the weights are unchanged")
+            raise FloatingPointError(
+                f"the loss is {total} at step {self.steps_done}; the weights are unchanged"
+            )
         return sums
 
     def _optimizer_step(self) -> float:

@@ -39,9 +39,7 @@ def text_twins(folder: Path = NOTEBOOKS, only: Sequence[str] = ()) -> list[Path]
     """The text twins in `folder`/text, in order; only those whose name starts with one of `only`,
     if given."""
     paths = [p for p in sorted((folder / "text").glob("*.py")) if NAME.match(p.stem)]
-    chosen = [
-        p for p in paths if not only or any(p.stem == o or p.stem[:2] == o.zfill(2) for o in only)
-    ]
+    chosen = [p for p in paths if not only or any(p.stem == o or p.stem[:2] == o.zfill(2) for o in only)]
     if not chosen:
         raise TwinError(f"no text twin {' '.join(only) or 'NN_name.py'} in {folder / 'text'}")
     return chosen
@@ -73,9 +71,7 @@ def read_cells(twin: Path) -> list[Any]:
 
     try:
         return jupytext.read(twin, fmt="py:percent").cells
-    except (
-        Exception
-    ) as error:  # jupytext raises many kinds; every one means: this text is not readable
+    except Exception as error:  # jupytext raises many kinds; every one means: this text is not readable
         raise TwinError(f"{twin} cannot be read as jupytext percent: {error}") from error
 
 
@@ -91,9 +87,7 @@ def _cell(cell: Any) -> dict[str, Any]:
 def _cell_id(cell: dict[str, Any], seen: Counter[str]) -> str:
     """Twelve hex digits of the cell's text, numbered when the text comes again: a new cell changes
     no other's id."""
-    digest = hashlib.sha256(f"{cell['cell_type']}\n{''.join(cell['source'])}".encode()).hexdigest()[
-        :12
-    ]
+    digest = hashlib.sha256(f"{cell['cell_type']}\n{''.join(cell['source'])}".encode()).hexdigest()[:12]
     seen[digest] += 1
     return digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
 
@@ -158,9 +152,7 @@ def _code_form(cells: Sequence[Any]) -> Iterator[str]:
 
 
 def _parameters_form(cells: Sequence[Any]) -> Iterator[str]:
-    tagged = [
-        (n, c) for n, c in enumerate(cells, start=1) if "parameters" in c.metadata.get("tags", [])
-    ]
+    tagged = [(n, c) for n, c in enumerate(cells, start=1) if "parameters" in c.metadata.get("tags", [])]
     if len(tagged) != 1:
         yield f"it has {len(tagged)} cells tagged 'parameters', needs exactly one (# %% tags=[\"parameters\"])"
         return

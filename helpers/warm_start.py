@@ -36,7 +36,9 @@ def demonstration_batch(tokenizer, pad_id: int, demonstrations: list[Demonstrati
     return collate(episodes, None, pad_id)
 
 
-def supervised_steps(trainer: MegatronTrainer, tokenizer, pad_id: int, each: Callable[[int, dict], None] | None = None) -> list[float]:
+def supervised_steps(
+    trainer: MegatronTrainer, tokenizer, pad_id: int, each: Callable[[int, dict], None] | None = None
+) -> list[float]:
     """settings.warm_start.steps updates on the task's demonstrations; returns the loss of every step.
 
     each(step, stats) is called after each update, for a progress bar.

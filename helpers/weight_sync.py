@@ -34,7 +34,9 @@ class SyncReport:
         return self.export_seconds + self.send_seconds
 
 
-def sync_weights(trainer: MegatronTrainer, servers: SGLangClient | list[SGLangClient], version: str) -> SyncReport:
+def sync_weights(
+    trainer: MegatronTrainer, servers: SGLangClient | list[SGLangClient], version: str
+) -> SyncReport:
     """Export the trainer's weights and load them into every server; episodes sampled afterwards carry `version`.
 
     With several trainer ranks all of them call this (the export is collective); rank 0 sends.
@@ -62,7 +64,10 @@ def send_tensors(post: Callable, weights: dict[str, Tensor], version: str) -> No
     on_gpu = any(tensor.is_cuda for tensor in weights.values())
     payload = base64.b64encode((_handles if on_gpu else _values)(list(weights.items()))).decode()
     reply = post(
-        "/update_weights_from_tensor", serialized_named_tensors=[payload], flush_cache=False, weight_version=version
+        "/update_weights_from_tensor",
+        serialized_named_tensors=[payload],
+        flush_cache=False,
+        weight_version=version,
     )
     if not reply.get("success"):
         raise RolloutError(f"SGLang did not take the weights: {reply.get('message')}")

@@ -73,7 +73,9 @@ def _source(module: str) -> tuple[str, ast.Module]:
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None:
-        raise ModuleNotFoundError(f"{top} is not installed: run `bash environment/run.sh` to set the environment up")
+        raise ModuleNotFoundError(
+            f"{top} is not installed: run `bash environment/run.sh` to set the environment up"
+        )
     for root in spec.submodule_search_locations or []:
         base = Path(root).joinpath(*rest)
         for file in (base.with_suffix(".py") if rest else base / "__init__.py", base / "__init__.py"):
@@ -92,14 +94,19 @@ def upstream_source(patch: Patch) -> str:
         kinds = (ast.FunctionDef, ast.ClassDef)
         found = [n for n in node.body if isinstance(n, kinds) and n.name == part]
         if not found:
-            raise LookupError(f"{patch.symbol} is gone from the installed package; read what replaced it and adapt {patch.ours}")
+            raise LookupError(
+                f"{patch.symbol} is gone from the installed package; read what replaced it and adapt {patch.ours}"
+            )
         node = found[-1]
     return ast.get_source_segment(text, node) or ""
 
 
 def current() -> dict[str, dict]:
     """symbol -> the manifest entry as the installed packages make it."""
-    return {p.symbol: asdict(p) | {"sha256": hashlib.sha256(upstream_source(p).encode()).hexdigest()} for p in PATCHES}
+    return {
+        p.symbol: asdict(p) | {"sha256": hashlib.sha256(upstream_source(p).encode()).hexdigest()}
+        for p in PATCHES
+    }
 
 
 def recorded() -> dict[str, dict]:
@@ -112,11 +119,17 @@ def check() -> list[str]:
     now, before, problems = current(), recorded(), []
     for symbol in sorted(now.keys() | before.keys()):
         if symbol not in before or symbol not in now:
-            problems.append(f"{symbol} is in the {'code' if symbol in now else 'manifest'} only: run python -m helpers.cpu.manifest write")
+            problems.append(
+                f"{symbol} is in the {'code' if symbol in now else 'manifest'} only: run python -m helpers.cpu.manifest write"
+            )
         elif now[symbol]["sha256"] != before[symbol]["sha256"]:
-            problems.append(f"{symbol} changed upstream: read it, adapt helpers/cpu/{now[symbol]['ours']}, then write the manifest anew")
+            problems.append(
+                f"{symbol} changed upstream: read it, adapt helpers/cpu/{now[symbol]['ours']}, then write the manifest anew"
+            )
         elif now[symbol] != before[symbol]:
-            problems.append(f"{symbol}: its reason or replacement changed: run python -m helpers.cpu.manifest write")
+            problems.append(
+                f"{symbol}: its reason or replacement changed: run python -m helpers.cpu.manifest write"
+            )
     return problems
 
 

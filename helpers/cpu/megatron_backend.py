@@ -39,7 +39,9 @@ def install() -> None:
             "start it with the environment of a CPU profile (Profile.process_environment)"
         )
     if torch.cuda.is_available():
-        raise WrongBackend("the profile says cpu, but this process sees a GPU; set CUDA_VISIBLE_DEVICES='' or take profile gpu")
+        raise WrongBackend(
+            "the profile says cpu, but this process sees a GPU; set CUDA_VISIBLE_DEVICES='' or take profile gpu"
+        )
     if _installed():
         return
     sys.meta_path.insert(0, _LoraLayersFinder())
@@ -186,7 +188,8 @@ def _map_local_input_layernorm() -> None:
 
     def mapping_registry(self):
         local = AutoMapping(
-            hf_param="model.layers.*.input_layernorm.weight", megatron_param="decoder.layers.*.input_layernorm.weight"
+            hf_param="model.layers.*.input_layernorm.weight",
+            megatron_param="decoder.layers.*.input_layernorm.weight",
         )
         return MegatronMappingRegistry(*upstream(self).mappings, local)
 

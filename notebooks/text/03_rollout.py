@@ -422,7 +422,7 @@ assert (torch.cat(served) - before).abs().max() < 1e-4 or not exact
 # Stop the server if it is yours. A shared one goes on.
 
 # %%
-from helpers.memory import process_tree, pss
+from helpers.processes import process_tree, pss
 
 mine = [] if server.process is None else process_tree([server.pid])
 server.stop()

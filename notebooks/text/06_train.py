@@ -361,7 +361,7 @@ print("exported:", final.name, [f.name for f in sorted(final.iterdir())])
 # %%
 import os
 
-from helpers.memory import alive, process_tree
+from helpers.processes import alive, process_tree
 
 started = [pid for pid in process_tree([os.getpid()]) if pid != os.getpid()]
 cluster.stop()

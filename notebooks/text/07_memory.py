@@ -38,8 +38,9 @@ SEED: int = 0  # seed of every random choice in this notebook
 import os
 
 from helpers.figures import show_figure, use_style
-from helpers.memory import MIB, MemoryTimeline, process_tree, pss
+from helpers.memory import MemoryTimeline
 from helpers.preflight import prepare_kernel
+from helpers.processes import MIB, process_tree, pss
 from helpers.profiles import load_profile
 from helpers.results import NotebookRun
 

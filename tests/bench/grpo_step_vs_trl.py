@@ -103,7 +103,12 @@ def run_ours(settings: Profile, turns: Turns, total: int) -> None:
             marks.append(time.perf_counter())
             parts = {part: b - a for part, a, b in zip(PARTS, marks, marks[1:])}
             tokens = sum(len(e.completion_ids) for e in episodes)
-            return {"seconds": marks[-1] - marks[0], **parts, "tokens": tokens, "reward": statistics.mean(rewards)}
+            return {
+                "seconds": marks[-1] - marks[0],
+                **parts,
+                "tokens": tokens,
+                "reward": statistics.mean(rewards),
+            }
 
         turns.answer([])
         while count := turns.next():
@@ -129,14 +134,20 @@ def run_trl(settings: Profile, turns: Turns, total: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=getattr(torch, settings.model.dtype), experts_implementation="eager"
     )
-    model.generation_config.eos_token_id = list(stop_token_ids(tokenizer))  # the ids that end an answer here, too
+    model.generation_config.eos_token_id = list(
+        stop_token_ids(tokenizer)
+    )  # the ids that end an answer here, too
     now: dict = {}  # the present step's parts
 
     def reward(completion_ids, answer, **_) -> list[float]:
         """From the ids: TRL's decoded completions have lost their special tokens."""
         start = time.perf_counter()
         rewards = [grade(decode(tokenizer, ids), a) for ids, a in zip(completion_ids, answer, strict=True)]
-        now.update(tokens=sum(map(len, completion_ids)), reward=statistics.mean(rewards), score=time.perf_counter() - start)
+        now.update(
+            tokens=sum(map(len, completion_ids)),
+            reward=statistics.mean(rewards),
+            score=time.perf_counter() - start,
+        )
         return rewards
 
     class Timed(GRPOTrainer):
@@ -163,7 +174,9 @@ def run_trl(settings: Profile, turns: Turns, total: int) -> None:
 
         def on_step_end(self, *_, **__) -> None:
             seconds, self.start = time.perf_counter() - self.start, time.perf_counter()
-            self.steps.append({"seconds": seconds, **now, "update": seconds - now["rollout"] - now["score"], "sync": 0.0})
+            self.steps.append(
+                {"seconds": seconds, **now, "update": seconds - now["rollout"] - now["score"], "sync": 0.0}
+            )
             self.left -= 1
             if not self.left:
                 turns.answer(self.steps)
@@ -186,7 +199,9 @@ def questions(problems: list, settings: Profile):
     from datasets.table import InMemoryTable
 
     columns = {"prompt": [p.prompt for p in problems], "answer": [p.answer for p in problems]}
-    return Dataset(InMemoryTable.from_pydict(columns), fingerprint=f"{settings.task}-{settings.seed}-{len(problems)}")
+    return Dataset(
+        InMemoryTable.from_pydict(columns), fingerprint=f"{settings.task}-{settings.seed}-{len(problems)}"
+    )
 
 
 def trl_config(settings: Profile, total: int):
@@ -194,8 +209,16 @@ def trl_config(settings: Profile, total: int):
     from trl import GRPOConfig
 
     a, t = settings.algorithm, settings.trainer
-    if (a.advantage, a.ratio, a.normaliser, a.dual_clip, t.decay_steps) != ("std", "token", "token", None, None):
-        raise ValueError(f"this comparison says only the default loss and schedule in TRL's words, not {a}, {t}")
+    if (a.advantage, a.ratio, a.normaliser, a.dual_clip, t.decay_steps) != (
+        "std",
+        "token",
+        "token",
+        None,
+        None,
+    ):
+        raise ValueError(
+            f"this comparison says only the default loss and schedule in TRL's words, not {a}, {t}"
+        )
     return GRPOConfig(
         output_dir=str(settings.runs / "logs" / "trl"), seed=settings.seed, max_steps=total,
         # the work
@@ -224,18 +247,27 @@ class Side:
     def __init__(self, name: str, settings: Profile, total: int, trl_site: Path, log: Path):
         environment = {**os.environ, **settings.process_environment("trainer")}
         if name == "trl":
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(trl_site), environment.get("PYTHONPATH")]))
+            environment["PYTHONPATH"] = os.pathsep.join(
+                filter(None, [str(trl_site), environment.get("PYTHONPATH")])
+            )
         self.name, self.log = name, log
         command = [sys.executable, "-W", "ignore", __file__, "--side", name, "--total", str(total)]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+            env=environment,
         )
 
     def receive(self) -> list[dict]:
         line = self.process.stdout.readline()
         if not line:
             tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
-            raise RuntimeError(f"side {self.name!r} ended with code {self.process.wait()}. Last lines of {self.log}:\n{tail}")
+            raise RuntimeError(
+                f"side {self.name!r} ended with code {self.process.wait()}. Last lines of {self.log}:\n{tail}"
+            )
         return json.loads(line)
 
     def take_turn(self, steps: int) -> list[dict]:
@@ -259,7 +291,9 @@ class Side:
             self.process.kill()
 
 
-def measure(sides: list[Side], rounds: int, steps: int, warm_up: int) -> tuple[list[dict], dict[str, list[float]]]:
+def measure(
+    sides: list[Side], rounds: int, steps: int, warm_up: int
+) -> tuple[list[dict], dict[str, list[float]]]:
     """Warm up each side, then let them take turns. Returns the table's rows and all seconds of the timed steps by side."""
     rows, seconds = [], {side.name: [] for side in sides}
     for side in sides:
@@ -272,8 +306,12 @@ def measure(sides: list[Side], rounds: int, steps: int, warm_up: int) -> tuple[l
             before = sum(s.cpu_seconds() for s in others)
             taken = side.take_turn(steps)
             idle = sum(s.cpu_seconds() for s in others) - before
-            medians = {k: statistics.median(s[k] for s in taken) for k in ("seconds", *PARTS, "tokens", "reward")}
-            rows.append({"round": number, "side": side.name, "steps": steps, **medians, "idle_cpu_seconds": idle})
+            medians = {
+                k: statistics.median(s[k] for s in taken) for k in ("seconds", *PARTS, "tokens", "reward")
+            }
+            rows.append(
+                {"round": number, "side": side.name, "steps": steps, **medians, "idle_cpu_seconds": idle}
+            )
             seconds[side.name] += [s["seconds"] for s in taken]
             print_row(rows[-1])
     return rows, seconds
@@ -317,15 +355,23 @@ def write(path: Path, notes: list[str], rows: list[dict]) -> None:
         file.writelines(f"# {note}\n" for note in notes)
         table = csv.DictWriter(file, COLUMNS)
         table.writeheader()
-        table.writerows({k: f"{v:.4f}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+        table.writerows(
+            {k: f"{v:.4f}" if isinstance(v, float) else v for k, v in row.items()} for row in rows
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl-site", type=Path, help="folder that holds the packages of tests/bench/requirements.txt")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--trl-site", type=Path, help="folder that holds the packages of tests/bench/requirements.txt"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="steps of a side in a round")
-    parser.add_argument("--warm-up", type=int, default=3, help="untimed steps of each side before the first round")
+    parser.add_argument(
+        "--warm-up", type=int, default=3, help="untimed steps of each side before the first round"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("recorded"))
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)  # internal: be this side
     parser.add_argument("--total", type=int, help=argparse.SUPPRESS)
@@ -336,7 +382,9 @@ def main() -> None:
         RUN[a.side](settings, Turns(answers), a.total)
         return
     if a.trl_site is None or not (a.trl_site / "trl").is_dir():
-        parser.error("--trl-site must name a folder that holds TRL; tests/bench/requirements.txt says how to make it")
+        parser.error(
+            "--trl-site must name a folder that holds TRL; tests/bench/requirements.txt says how to make it"
+        )
     require_checkpoint(settings.checkpoint("warm"))
     load, site, folder = os.getloadavg()[0], a.trl_site.resolve(), settings.runs / "logs"
     total = a.warm_up + a.rounds * a.steps

@@ -32,7 +32,7 @@ def one_run(kind: str, seed: int, steps: int, seconds: float) -> dict:
     import torch
 
     from helpers.advantages import group_advantages
-    from helpers.checkpoints import tokenizer_and_pad, write_tiny_checkpoint
+    from helpers.checkpoints import tokenizer_and_pad
     from helpers.collate import collate
     from helpers.losses import supervised_loss
     from helpers.rewards import score, shuffled
@@ -57,12 +57,16 @@ def one_run(kind: str, seed: int, steps: int, seconds: float) -> dict:
         trainer = MegatronTrainer(settings, checkpoint)
 
         def accuracy() -> float:
-            return statistics.mean(score(roll_out(server, held_out, settings, greedy=True), held_out, tokenizer))
+            return statistics.mean(
+                score(roll_out(server, held_out, settings, greedy=True), held_out, tokenizer)
+            )
 
         before, start, done = accuracy(), time.monotonic(), 0
         while (time.monotonic() - start < seconds) if kind == "supervised" else (done < steps):
             if kind == "supervised":
-                batch = demonstration_batch(tokenizer, pad, rng.sample(demonstrations, settings.batch.episodes))
+                batch = demonstration_batch(
+                    tokenizer, pad, rng.sample(demonstrations, settings.batch.episodes)
+                )
                 trainer.update(batch, supervised_loss)
             else:
                 problems = task.sample(settings.batch.prompts, done)
@@ -78,15 +82,27 @@ def one_run(kind: str, seed: int, steps: int, seconds: float) -> dict:
         took = time.monotonic() - start
         sync_weights(trainer, server, "final")
         after = accuracy()
-    row = {"run": kind, "seed": seed, "steps": done, "before": before, "after": after, "gain": after - before, "seconds": took}
+    row = {
+        "run": kind,
+        "seed": seed,
+        "steps": done,
+        "before": before,
+        "after": after,
+        "gain": after - before,
+        "seconds": took,
+    }
     return {"row": row, "rewards": rewards_by_step}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("recorded"))
-    parser.add_argument("--one", nargs=3, metavar=("KIND", "SEED", "SECONDS"), help="internal: one run, result as JSON")
+    parser.add_argument(
+        "--one", nargs=3, metavar=("KIND", "SEED", "SECONDS"), help="internal: one run, result as JSON"
+    )
     a = parser.parse_args()
     if a.one:
         result = one_run(a.one[0], int(a.one[1]), a.steps, float(a.one[2]))
@@ -94,11 +110,24 @@ def main() -> None:
         return
     rows, curves, seconds = [], [], 0.0
     for kind, seed in RUNS:
-        command = [sys.executable, "-W", "ignore", __file__, "--steps", str(a.steps), "--one", kind, str(seed), str(seconds)]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            __file__,
+            "--steps",
+            str(a.steps),
+            "--one",
+            kind,
+            str(seed),
+            str(seconds),
+        ]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))[7:])
         rows.append(result["row"])
-        curves += [{"run": kind, "seed": seed, "step": i, "reward": r} for i, r in enumerate(result["rewards"])]
+        curves += [
+            {"run": kind, "seed": seed, "step": i, "reward": r} for i, r in enumerate(result["rewards"])
+        ]
         seconds = seconds or result["row"]["seconds"]
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in result["row"].items()}, flush=True)
     from helpers.results import git_commit, hardware

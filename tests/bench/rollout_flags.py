@@ -32,7 +32,9 @@ VARIANTS = {
 
 def seconds(server: RolloutServer, settings, repeat: bool, step: int) -> float:
     """One rollout as roll_out does it, with either way to ask for eight answers."""
-    prompts = [encode(server.tokenizer, p.prompt) for p in load_task("median").sample(settings.batch.prompts, step)]
+    prompts = [
+        encode(server.tokenizer, p.prompt) for p in load_task("median").sample(settings.batch.prompts, step)
+    ]
     n, new = settings.batch.group_size, settings.sampling.max_new_tokens
     flush_cache(server.post)
     start = time.perf_counter()
@@ -40,13 +42,17 @@ def seconds(server: RolloutServer, settings, repeat: bool, step: int) -> float:
         outputs = server.generate(prompts, 1.0, n, new)
     else:
         sampling = dict(temperature=1.0, n=n, max_new_tokens=new, stop_token_ids=[0, 5])
-        outputs = server.post("/generate", input_ids=[list(p) for p in prompts], sampling_params=sampling, return_logprob=True)
+        outputs = server.post(
+            "/generate", input_ids=[list(p) for p in prompts], sampling_params=sampling, return_logprob=True
+        )
     assert len(outputs) == n * len(prompts)
     return time.perf_counter() - start
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
     settings = load_profile("cpu")

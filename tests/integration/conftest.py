@@ -33,20 +33,22 @@ time.sleep(3600)
 
 def start_parent(checkpoint: Path) -> tuple[subprocess.Popen, dict]:
     """A process that owns a server, and the server's address."""
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(checkpoint)], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(checkpoint)], stdout=subprocess.PIPE, text=True
+    )
     return parent, json.loads(parent.stdout.readline())
 
 
 def living(pids) -> list[int]:
     """Those that still run; a zombie that nobody has collected yet holds nothing."""
-    from helpers.memory import pss
+    from helpers.processes import pss
 
     return [pid for pid in pids if pss(pid)]
 
 
 def kill_parent(parent: subprocess.Popen, server_pid: int, seconds: float = 10.0) -> list[int]:
     """SIGKILL the parent; returns what is left of the server after at most `seconds`."""
-    from helpers.memory import process_tree
+    from helpers.processes import process_tree
 
     tree = process_tree([server_pid])
     parent.send_signal(signal.SIGKILL)
@@ -89,7 +91,9 @@ def starting_server(request, settings, checkpoint):
         return
     parent, address = start_parent(checkpoint)
     yield address
-    assert kill_parent(parent, address["pid"]) == [], "the server outlived its parent by more than ten seconds"
+    assert kill_parent(parent, address["pid"]) == [], (
+        "the server outlived its parent by more than ten seconds"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,8 @@ def sequences(lengths, seed=0):
 def batch_of(lengths, prompt=3, advantages=None, seed=0) -> Batch:
     """Episodes of these lengths as one right-padded batch."""
     episodes = [
-        Episode(s[:prompt], s[prompt:], (-3.0,) * (len(s) - prompt), "stop", i) for i, s in enumerate(sequences(lengths, seed))
+        Episode(s[:prompt], s[prompt:], (-3.0,) * (len(s) - prompt), "stop", i)
+        for i, s in enumerate(sequences(lengths, seed))
     ]
     return collate(episodes, advantages, pad_id=0)
 
@@ -88,7 +89,9 @@ def test_a_difference_is_found_by_name(trainer, checkpoint):
     from helpers.bridge import compare_weights
 
     weights = trainer.export()
-    weights["model.layers.0.self_attn.sinks"] = weights["model.layers.0.self_attn.sinks"].nextafter(torch.tensor(9.0))
+    weights["model.layers.0.self_attn.sinks"] = weights["model.layers.0.self_attn.sinks"].nextafter(
+        torch.tensor(9.0)
+    )
     weights["surplus"] = weights.pop("lm_head.weight")
     difference = compare_weights(weights, checkpoint)
     assert difference.unequal == ("model.layers.0.self_attn.sinks",)
@@ -106,9 +109,13 @@ def test_a_micro_batch_changes_nothing(trainer):
     whole = trainer.logprobs(batch)
     before = trainer.settings
     try:
-        trainer.settings = dataclasses.replace(before, trainer=dataclasses.replace(before.trainer, micro_batch=2))
+        trainer.settings = dataclasses.replace(
+            before, trainer=dataclasses.replace(before.trainer, micro_batch=2)
+        )
         assert (trainer.logprobs(batch) - whole).abs().max() < 1e-5
-        trainer.settings = dataclasses.replace(before, trainer=dataclasses.replace(before.trainer, micro_batch=3))
+        trainer.settings = dataclasses.replace(
+            before, trainer=dataclasses.replace(before.trainer, micro_batch=3)
+        )
         with pytest.raises(ValueError, match="do not divide into micro-batches of 3"):
             trainer.logprobs(batch)
     finally:
@@ -143,7 +150,9 @@ def test_resume_gives_the_same_logprobs_and_the_same_next_steps(trainer, tmp_pat
     assert torch.equal(trainer.logprobs(batch), saved)
     for wanted in following:
         got = trainer.update(batch)
-        assert {k: v for k, v in got.items() if k != "seconds"} == {k: v for k, v in wanted.items() if k != "seconds"}
+        assert {k: v for k, v in got.items() if k != "seconds"} == {
+            k: v for k, v in wanted.items() if k != "seconds"
+        }
     assert [p.name for p in tmp_path.iterdir()] == ["state"]
 
 

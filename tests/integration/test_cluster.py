@@ -2,6 +2,9 @@
 
 import dataclasses
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,13 +14,19 @@ import torch
 from helpers.advantages import group_advantages
 from helpers.cluster import ClusterError, GrpoCluster, RayHead
 from helpers.collate import collate
-from helpers.memory import alive, process_tree
+from helpers.processes import alive, process_tree
 from helpers.profiles import load_profile
 from helpers.rollout import SGLangClient
 from helpers.tasks import MedianTask
 
 pytestmark = pytest.mark.engine
-CHANGES = {"trainer.ranks": 2, "rollout.engines": 2, "batch.prompts": 6, "batch.group_size": 4, "cluster.dashboard": False}
+CHANGES = {
+    "trainer.ranks": 2,
+    "rollout.engines": 2,
+    "batch.prompts": 6,
+    "batch.group_size": 4,
+    "cluster.dashboard": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +94,33 @@ def test_both_engines_follow_a_sync(cluster, batch):
     assert report.tensors == 37
 
 
+HEAD = """
+import sys, time
+from helpers.cluster import RayHead
+from helpers.profiles import load_profile
+head = RayHead(load_profile("cpu", **{"cluster.dashboard": False})).start().connect()
+print(head.process.pid, head.folder, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_driver_leaves_no_ray_behind():
+    """SIGKILL of the process that holds the head; Ray's own agents would outlive it by more than a minute."""
+    driver = subprocess.Popen([sys.executable, "-W", "ignore", "-c", HEAD], stdout=subprocess.PIPE, text=True)
+    pid, folder = driver.stdout.readline().split()
+    tree = process_tree([int(pid)])
+    assert len(tree) > 4
+    driver.send_signal(signal.SIGKILL)
+    driver.wait(10)
+    driver.stdout.close()
+    assert alive(tree, patience=20) == []
+    assert not Path(folder).exists()
+
+
 def test_what_does_not_fit_is_refused(cluster):
-    settings = dataclasses.replace(cluster.settings, trainer=dataclasses.replace(cluster.settings.trainer, ranks=64))
+    settings = dataclasses.replace(
+        cluster.settings, trainer=dataclasses.replace(cluster.settings.trainer, ranks=64)
+    )
     start = time.monotonic()
     with pytest.raises(ClusterError, match="64 trainer ranks and 2 engines"):
         GrpoCluster(settings, cluster.checkpoint).start(patience=3)

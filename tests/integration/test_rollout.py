@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers.harmony import stop_token_ids
-from helpers.memory import process_tree
+from helpers.processes import process_tree
 from helpers.profiles import load_profile
 from helpers.rollout import RolloutError, RolloutServer, roll_out
 from helpers.tasks import load_task
@@ -126,7 +126,9 @@ def test_every_kind_of_tensor_arrives(clean_server, reference, name):
 def test_an_unknown_name_is_taken_without_a_word(clean_server):
     """Why the test above exists: success from SGLang does not mean that a tensor arrived."""
     before = served(clean_server)
-    send_tensors(clean_server.post, {"model.layers.0.mlp.experts.down_projj": torch.zeros(4, 128, 64)}, "nothing")
+    send_tensors(
+        clean_server.post, {"model.layers.0.mlp.experts.down_projj": torch.zeros(4, 128, 64)}, "nothing"
+    )
     assert torch.equal(served(clean_server), before)
 
 
@@ -139,7 +141,10 @@ def test_the_trainers_weights_arrive_whole(clean_server, trainer):
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
     shared_memory = set(os.listdir("/dev/shm"))
     report = sync_weights(trainer, clean_server, "7")
-    episodes = [Episode(tuple(s[:1]), tuple(s[1:]), (0.0,) * (len(s) - 1), "stop", i) for i, s in enumerate(sequences())]
+    episodes = [
+        Episode(tuple(s[:1]), tuple(s[1:]), (0.0,) * (len(s) - 1), "stop", i)
+        for i, s in enumerate(sequences())
+    ]
     batch = collate(episodes, None, pad_id=0)
     ours = trainer.logprobs(batch)[batch.loss_mask > 0]
     assert (served(clean_server) - ours).abs().max() < 1e-4
@@ -182,13 +187,17 @@ def test_stop_during_the_start_leaves_nothing_and_can_be_called_twice(settings, 
     assert tree and processes.living(tree) == []
 
 
-def test_a_broken_checkpoint_gives_one_error_with_the_log_and_leaves_nothing(settings, checkpoint, tmp_path, processes):
+def test_a_broken_checkpoint_gives_one_error_with_the_log_and_leaves_nothing(
+    settings, checkpoint, tmp_path, processes
+):
     from helpers.checkpoints import publish_folder
 
     def truncated(folder: Path):
         for file in checkpoint.iterdir():
             data = file.read_bytes()
-            (folder / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
+            (folder / file.name).write_bytes(
+                data[: len(data) // 2] if file.suffix == ".safetensors" else data
+            )
 
     broken = publish_folder(tmp_path / "broken", truncated)
     server = RolloutServer(settings, broken).start()

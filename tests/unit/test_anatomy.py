@@ -12,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import (
-    GptOssExperts, GptOssRotaryEmbedding, GptOssTopKRouter, eager_attention_forward,
+    GptOssExperts,
+    GptOssRotaryEmbedding,
+    GptOssTopKRouter,
+    eager_attention_forward,
 )
 
 from helpers import anatomy
@@ -20,9 +23,18 @@ from helpers.anatomy import GPT_OSS_20B, GPT_OSS_120B
 from helpers.profiles import PROFILES, load_profile
 
 TINY = dict(
-    vocab_size=40, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=32, num_local_experts=3, num_experts_per_tok=2,
-    sliding_window=8, pad_token_id=0, eos_token_id=1,
+    vocab_size=40,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    num_local_experts=3,
+    num_experts_per_tok=2,
+    sliding_window=8,
+    pad_token_id=0,
+    eos_token_id=1,
 )
 
 
@@ -51,7 +63,9 @@ def test_reads_the_hubs_older_spelling():
     old = {k: v for k, v in GPT_OSS_20B.items() if k != "rope_parameters"} | {
         "rope_theta": 10_000.0,
         "rope_scaling": {
-            "factor": 8.0, "beta_fast": 16.0, "original_max_position_embeddings": 2048,
+            "factor": 8.0,
+            "beta_fast": 16.0,
+            "original_max_position_embeddings": 2048,
         },  # fmt: skip
     }
     arch = anatomy.read_architecture(old)
@@ -152,9 +166,7 @@ def test_kv_cache():
     long, longer = (anatomy.kv_cache_bytes(GPT_OSS_20B, n) for n in (4096, 4097))
     assert longer - long == 24 * 1024
     assert long == 4096 * 24 * 1024 + 3 * 2**20
-    assert anatomy.kv_cache_bytes(GPT_OSS_20B, 100) == anatomy.kv_cache_bytes(
-        GPT_OSS_20B, 100, windows=False
-    )
+    assert anatomy.kv_cache_bytes(GPT_OSS_20B, 100) == anatomy.kv_cache_bytes(GPT_OSS_20B, 100, windows=False)
 
 
 # --- sliding window -----------------------------------------------------------------------------

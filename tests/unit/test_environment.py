@@ -28,7 +28,9 @@ HOSTS = [
     "proxy.go" + "lang.org", "repo.maven" + ".apache.org",
 ]  # fmt: skip
 FORBIDDEN = {
-    "an index line": re.compile(r"^\s*(?:-i|-f|--index-url|--extra-index-url|--find-links|--trusted-host)[ =]", re.M),
+    "an index line": re.compile(
+        r"^\s*(?:-i|-f|--index-url|--extra-index-url|--find-links|--trusted-host)[ =]", re.M
+    ),
     "a package registry's host": re.compile("|".join(map(re.escape, HOSTS)) + r"|https?://\S+/simple\b"),
     "a path of one machine": re.compile(
         r"(?<![\w./~})-])/(?:root|work|tmp/w|home/(?!learner\b)[a-z]\w*|Users/\w+)(?=/|\s|[\"'`,;:)]|$)", re.M
@@ -54,7 +56,9 @@ def project_files() -> list[Path]:
     listing = subprocess.run(command, capture_output=True, text=True)
     if listing.returncode == 0 and listing.stdout:
         return [ROOT / name for name in listing.stdout.split("\0") if name and (ROOT / name).is_file()]
-    skipped = re.compile(r"(^|/)(\.venv[^/]*|runs|__pycache__|\.git|[^/]*\.egg-info|\.[a-z]+_cache|\.hypothesis)(/|$)")
+    skipped = re.compile(
+        r"(^|/)(\.venv[^/]*|runs|__pycache__|\.git|[^/]*\.egg-info|\.[a-z]+_cache|\.hypothesis)(/|$)"
+    )
     everything = (p for p in ROOT.rglob("*") if p.is_file())  # an unpacked archive has no git
     return [p for p in everything if not skipped.search(p.relative_to(ROOT).as_posix())]
 
@@ -64,7 +68,9 @@ def test_no_file_holds_an_index_a_host_a_machine_path_or_a_secret():
     for path in project_files():
         data = path.read_bytes()
         if b"\0" not in data:
-            problems += [f"{path.relative_to(ROOT)}: {what}" for what in found_in(data.decode("utf-8", "replace"))]
+            problems += [
+                f"{path.relative_to(ROOT)}: {what}" for what in found_in(data.decode("utf-8", "replace"))
+            ]
     assert not problems, "\n".join(problems)
 
 
@@ -77,7 +83,7 @@ def test_no_file_holds_an_index_a_host_a_machine_path_or_a_secret():
         ("a package registry's host", "url = 'https://mirror.example/" + "simple'"),
         ("a path of one machine", "checkpoint = '/" + "root/models'"),
         ("a path of one machine", "cd /" + "home/alice/project"),
-        ("a path of one machine", "open(\"/" + "work/data.json\")"),
+        ("a path of one machine", 'open("/' + 'work/data.json")'),
         ("a secret", "login('hf" + "_" + "aB3" * 12 + "')"),
         ("a secret", "OPENAI=sk" + "-" + "a1B2" * 8),
         ("a secret", "-----BEGIN RSA PRIVATE" + " KEY-----"),
@@ -89,7 +95,9 @@ def test_the_scanner_catches_planted_examples(kind, text):
     assert any(what.startswith(kind) for what in found_in(text))
 
 
-@pytest.mark.parametrize("text", ["a/work/b", "/workspace/x", "~/root", "tokens = 'abc'", "PIP_INDEX_URL", "sk-learn"])
+@pytest.mark.parametrize(
+    "text", ["a/work/b", "/workspace/x", "~/root", "tokens = 'abc'", "PIP_INDEX_URL", "sk-learn"]
+)
 def test_the_scanner_lets_ordinary_text_pass(text):
     assert found_in(text) == []
 
@@ -160,7 +168,9 @@ def test_the_table_of_versions_is_what_is_locked():
     for package, *cells in ([cell.strip() for cell in row] for row in rows):
         for lock, cell in zip(locks, cells[-2:], strict=True):
             if normalise(package) in locks[1]:
-                assert cell == lock.get(package, "none"), f"{package}: run environment/lock.sh, then mend versions.md"
+                assert cell == lock.get(package, "none"), (
+                    f"{package}: run environment/lock.sh, then mend versions.md"
+                )
                 checked += 1
     assert checked >= 30
 
@@ -197,7 +207,12 @@ class Project:
         self.bin.mkdir()
         for tool in TOOLS:
             (self.bin / tool).symlink_to(shutil.which(tool))
-        self.env = {"PATH": str(self.bin), "HOME": str(folder), "PIP_CONFIG_FILE": os.devnull, "LC_ALL": "C.UTF-8"}
+        self.env = {
+            "PATH": str(self.bin),
+            "HOME": str(folder),
+            "PIP_CONFIG_FILE": os.devnull,
+            "LC_ALL": "C.UTF-8",
+        }
         self.fake("df", "echo head; echo x 99999999 0 99999999 0% /")
 
     def fake(self, tool: str, script: str) -> None:
@@ -213,7 +228,9 @@ class Project:
     def start(self, *arguments: str, script: str = "run.sh", **env: str) -> subprocess.Popen:
         command = [str(self.bin / "bash"), f"environment/{script}", *arguments]
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, cwd=self.root, env=self.env | env, stdout=pipe, stderr=pipe, text=True)
+        return subprocess.Popen(
+            command, cwd=self.root, env=self.env | env, stdout=pipe, stderr=pipe, text=True
+        )
 
     def run(self, *arguments: str, **options: str) -> tuple[int, str]:
         process = self.start(*arguments, **options)
@@ -224,7 +241,9 @@ class Project:
         """Output of bash lines after setup.sh was sourced for profile cpu."""
         lines = f". environment/setup.sh; choose_environment; {text}"
         command = [str(self.bin / "bash"), "-c", lines]
-        done = subprocess.run(command, cwd=self.root, env=self.env | env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, cwd=self.root, env=self.env | env, capture_output=True, text=True, timeout=60
+        )
         return done.stdout
 
     def pretend_ready(self) -> None:
@@ -297,7 +316,9 @@ def test_a_machine_that_does_not_fit(project, tool, script, words):
     assert_teaches(project.run(), words)
 
 
-@pytest.mark.parametrize(("version", "fits"), [("2.34", True), ("2.39", True), ("2.100", True), ("2.33", False)])
+@pytest.mark.parametrize(
+    ("version", "fits"), [("2.34", True), ("2.39", True), ("2.100", True), ("2.33", False)]
+)
 def test_glibc_versions_are_compared_as_numbers(project, version, fits):
     assert project.shell(f"at_least_2_34 'glibc {version}' && echo fits").strip() == ("fits" if fits else "")
 
@@ -306,7 +327,14 @@ def test_an_unknown_profile(project):
     assert_teaches(project.run("--profile", "gpu20b"), "no profile 'gpu20b'", "cpu, gpu, gpu-20b, cluster")
 
 
+def test_a_gpu_profile_without_a_gpu_downloads_nothing(project):
+    project.fake("nvidia-smi", "echo 'NVIDIA-SMI has failed' >&2; exit 9")
+    assert_teaches(project.run("--profile", "gpu-20b"), "needs an NVIDIA GPU", "--profile cpu")
+    assert not (project.root / ".venv-gpu").exists()
+
+
 def test_a_gpu_profile_without_a_compiler(project, tmp_path):
+    project.fake("nvidia-smi", "echo 'GPU 0: a card'")
     result = project.run("--profile", "gpu", CUDA_HOME=str(tmp_path / "none"))
     assert_teaches(result, "nvcc", "GPT_OSS_TE_WHEEL")
 
@@ -399,7 +427,7 @@ def test_two_set_ups_at_once_do_not_collide(project):
 def test_what_pip_is_configured_with_reaches_uv(project):
     project.pretend_ready()
     listing = "global.index-url='https://mirror.example/x'\nglobal.cert='/etc/ca.pem'\nglobal.timeout='99'"
-    (project.venv / "bin/python").write_text(f"#!{project.bin}/bash\necho \"{listing}\"\n")
+    (project.venv / "bin/python").write_text(f'#!{project.bin}/bash\necho "{listing}"\n')
     show = 'tell_uv; echo "$UV_DEFAULT_INDEX $SSL_CERT_FILE $UV_HTTP_TIMEOUT [${UV_FIND_LINKS:-}]"'
     assert project.shell(show).strip() == "https://mirror.example/x /etc/ca.pem 99 []"
     given = {"PIP_INDEX_URL": "https://other.example/x", "UV_HTTP_TIMEOUT": "5"}
@@ -434,7 +462,9 @@ def site(tmp_path):
 def test_a_bundle_comes_back_as_it_was(bundle, site, tmp_path):
     count = bundle.pack(site, tmp_path / "parts", have={"torch"}, part_bytes=256)
     assert count > 1 and bundle.unpack(tmp_path / "parts", tmp_path / "out") == count
-    carried = {p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    carried = {
+        p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*") if p.is_file()
+    }
     plain = {"mine/__init__.py", "mine/data.bin", "mine/torch/__init__.py", "single.py"}
     assert carried == plain | {"mine-1.0.dist-info/METADATA"}
     assert all((tmp_path / "out" / name).read_bytes() == (site / name).read_bytes() for name in carried)

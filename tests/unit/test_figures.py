@@ -31,9 +31,7 @@ def _line():
     return fig
 
 
-@pytest.mark.parametrize(
-    "alt", ["A line rises from 1 to 3.", 'Δ reward — größer als 0 <b>&"quoted"']
-)
+@pytest.mark.parametrize("alt", ["A line rises from 1 to 3.", 'Δ reward — größer als 0 <b>&"quoted"'])
 def test_show_figure_saves_png_with_alt_and_csv(run, alt):
     show_figure(_line(), alt=alt, run=run, name="line", data={"y": [1, 2, 3]})
     assert png_description((run.folder / "line.png").read_bytes()) == alt
@@ -52,9 +50,7 @@ def test_a_figure_without_alt_text_is_refused(run, alt):
 def test_lines_differ_in_colour_and_marker(run):
     _, axis = plt.subplots()
     lines = [axis.plot([0, 1])[0] for _ in range(8)]
-    assert (
-        len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == 8
-    )
+    assert len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == 8
 
 
 def test_png_size_is_capped(run):
@@ -80,9 +76,7 @@ def test_the_bundle_carries_alt_for_nbconvert(run):
     page, _ = nbconvert.HTMLExporter().from_notebook_node(notebook)
     image = re.search(r"<img[^>]*data:image/png;base64[^>]*>", page).group()
     assert "alt=" in image and "line" in image.split("src=")[0] and "No description" not in page
-    assert metadata["image/png"]["alt"] == data["text/plain"] == 'a "line" rises', (
-        "for other viewers"
-    )
+    assert metadata["image/png"]["alt"] == data["text/plain"] == 'a "line" rises', "for other viewers"
 
 
 def test_live_plot_keeps_all_points(run):

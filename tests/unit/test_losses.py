@@ -196,9 +196,7 @@ def test_padding_reaches_neither_value_nor_gradient(ratio, normaliser, dual_clip
 def test_a_longer_row_changes_nothing(ratio, normaliser, dual_clip):
     batch, logprobs = random_case(2)
     wide_rows = {
-        name: torch.nn.functional.pad(value, (0, 8))
-        for name, value in vars(batch).items()
-        if name != "group"
+        name: torch.nn.functional.pad(value, (0, 8)) for name, value in vars(batch).items() if name != "group"
     }
     keywords = options(ratio, normaliser, dual_clip)
     output, gradient = value_and_gradient(logprobs, batch, **keywords)

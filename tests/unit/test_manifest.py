@@ -9,7 +9,9 @@ import pytest
 
 from helpers.cpu import manifest
 
-engines = pytest.mark.skipif(find_spec("sglang") is None or find_spec("megatron") is None, reason="engines not installed")
+engines = pytest.mark.skipif(
+    find_spec("sglang") is None or find_spec("megatron") is None, reason="engines not installed"
+)
 CPU = Path(manifest.__file__).parent
 
 
@@ -31,7 +33,11 @@ def test_a_changed_upstream_source_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "MANIFEST", tmp_path / "manifest.json")
     manifest.MANIFEST.write_text(json.dumps(changed))
     [problem] = manifest.check()
-    assert symbol in problem and "changed upstream" in problem and "megatron_backend.clone_expert_outputs" in problem
+    assert (
+        symbol in problem
+        and "changed upstream" in problem
+        and "megatron_backend.clone_expert_outputs" in problem
+    )
     assert manifest.main(["check"]) == 1
 
 
@@ -48,7 +54,9 @@ def test_an_entry_on_one_side_only_is_named(tmp_path, monkeypatch):
 
 @engines
 def test_a_symbol_that_is_gone_says_so():
-    patch = manifest.Patch("megatron.core.transformer.mlp", "MLP.no_such_method", "-", "megatron_backend.install")
+    patch = manifest.Patch(
+        "megatron.core.transformer.mlp", "MLP.no_such_method", "-", "megatron_backend.install"
+    )
     with pytest.raises(LookupError, match="no_such_method is gone"):
         manifest.upstream_source(patch)
     moved = manifest.Patch("megatron.core.no_such_module", "f", "-", "megatron_backend.install")

@@ -14,14 +14,28 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from helpers import mxfp4
 from helpers.anatomy import checkpoint_bytes, tensor_shapes
 from helpers.mxfp4 import (
-    FP4_VALUES, Mxfp4Error, dequantise, dequantise_experts, quantise, quantise_experts,
+    FP4_VALUES,
+    Mxfp4Error,
+    dequantise,
+    dequantise_experts,
+    quantise,
+    quantise_experts,
     write_mxfp4_checkpoint,
 )
 
 CONFIG = dict(
-    vocab_size=40, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=32, num_local_experts=3, num_experts_per_tok=2,
-    sliding_window=8, pad_token_id=0, eos_token_id=1,
+    vocab_size=40,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    num_local_experts=3,
+    num_experts_per_tok=2,
+    sliding_window=8,
+    pad_token_id=0,
+    eos_token_id=1,
 )
 
 

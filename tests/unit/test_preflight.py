@@ -125,4 +125,6 @@ def test_a_process_told_another_device_is_refused_before_torch():
     )
     for told in ({}, {DEVICE_VARIABLE: "cuda"}):
         done = _in_a_process(code, **told)
-        assert "prepare_kernel(settings)" in done.stdout and done.stdout.strip().endswith("False"), done.stderr
+        assert "prepare_kernel(settings)" in done.stdout and done.stdout.strip().endswith("False"), (
+            done.stderr
+        )

@@ -68,9 +68,7 @@ def test_a_new_run_removes_the_old_result(run, settings):
 
 
 def test_an_unregistered_metric_is_refused_and_the_list_is_named(run):
-    with pytest.raises(
-        ResultError, match="heldout_gian.*not registered.*heldout_gain.*helpers/results.py"
-    ):
+    with pytest.raises(ResultError, match="heldout_gian.*not registered.*heldout_gain.*helpers/results.py"):
         run.record("heldout_gian", 1.0)
 
 
@@ -141,9 +139,7 @@ def test_a_broken_record_names_file_and_next_command(run, change, says):
 
 
 def test_a_missing_record_is_explained(tmp_path):
-    with pytest.raises(
-        ResultError, match="does not exist.*has not finished.*--profile cpu --only 06"
-    ):
+    with pytest.raises(ResultError, match="does not exist.*has not finished.*--profile cpu --only 06"):
         read_metrics(tmp_path / "cpu" / "06_train" / METRICS_FILE)
 
 
@@ -225,10 +221,7 @@ def test_every_metric_is_described():
         assert metric.unit and metric.meaning and metric.range_text(), name
         assert metric.low is None or metric.high is None or metric.low <= metric.high, name
     table = results.metrics_table_markdown(["export_extra", "heldout_gain"])
-    assert (
-        table.splitlines()[2].startswith("| `export_extra` | count |")
-        and len(table.splitlines()) == 4
-    )
+    assert table.splitlines()[2].startswith("| `export_extra` | count |") and len(table.splitlines()) == 4
 
 
 def test_results_series_and_report_need_no_engine():

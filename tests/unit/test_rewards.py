@@ -12,7 +12,10 @@ from helpers.tasks import MedianTask
 
 FORMS = [  # completion, reward when "4" is right
     ("<|channel|>final<|message|>4<|return|>", 1.0),
-    ("<|channel|>analysis<|message|>0034699<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>", 1.0),
+    (
+        "<|channel|>analysis<|message|>0034699<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>",
+        1.0,
+    ),
     ("<|channel|>analysis<|message|><|end|><|start|>assistant<|channel|>final<|message|>4<|return|>", 1.0),
     ("<|channel|>final<|message|>5<|return|>", 0.0),
     ("<|channel|>final<|message|>44<|return|>", 0.0),
@@ -60,5 +63,10 @@ def test_score_follows_the_episode_not_its_place(tmp_path):
 def test_shuffled_is_a_repeatable_permutation():
     rewards = [float(i) for i in range(64)]
     a = shuffled(rewards, "0-1")
-    assert sorted(a) == rewards and a != rewards and a == shuffled(rewards, "0-1") and a != shuffled(rewards, "0-2")
+    assert (
+        sorted(a) == rewards
+        and a != rewards
+        and a == shuffled(rewards, "0-1")
+        and a != shuffled(rewards, "0-2")
+    )
     assert rewards == [float(i) for i in range(64)]  # the caller's list is as it was

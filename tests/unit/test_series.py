@@ -87,9 +87,7 @@ def command(folder: Path, *words: str) -> tuple[list[str], dict[str, str]]:
 
 def run(folder: Path, *words: str, timeout: float = 55) -> subprocess.CompletedProcess:
     line, env = command(folder, *words)
-    return subprocess.run(
-        line, env=env, capture_output=True, text=True, timeout=timeout, cwd=folder
-    )
+    return subprocess.run(line, env=env, capture_output=True, text=True, timeout=timeout, cwd=folder)
 
 
 def alive(mark: str) -> list[str]:
@@ -98,9 +96,7 @@ def alive(mark: str) -> list[str]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
-                line = (
-                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                )
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
             if mark in line:
@@ -123,13 +119,9 @@ def world(tmp_path_factory):
         "import os, subprocess, time\nsubprocess.Popen(['sleep', '86391'], start_new_session=True)\n"
         "time.sleep(1)\nos.kill(os.getpid(), 9)",
     )  # fmt: skip
-    write_notebook(
-        books, "02_error", start("02_error"), "x = 1\ny = {}\ny['missing']", "run.finish()"
-    )
+    write_notebook(books, "02_error", start("02_error"), "x = 1\ny = {}\ny['missing']", "run.finish()")
     write_notebook(books, "03_slow", "import time\nfor i in range(10**6):\n    time.sleep(0.05)")
-    write_notebook(
-        books, "04_skip", start("04_skip") + "\nrun.finish()", "import sys\nsys.exit(0)", "x = 2"
-    )
+    write_notebook(books, "04_skip", start("04_skip") + "\nrun.finish()", "import sys\nsys.exit(0)", "x = 2")
     write_notebook(books, "05_unfinished", start("05_unfinished"), "run.record('heldout_gain', 1)")
     write_notebook(
         books, "06_leaves", start("06_leaves"),
@@ -180,9 +172,7 @@ def test_stored_outputs_are_readable(world):
     pictures = [o for c in cells for o in c["outputs"] if "image/png" in o.get("data", {})]
     assert len(pictures) == 2, "a live plot leaves one picture"
     assert [p["metadata"]["image/png"]["alt"] for p in pictures] == ["A line.", "Reward rises."]
-    text = "".join(
-        "".join(o["text"]) for c in cells for o in c["outputs"] if o["output_type"] == "stream"
-    )
+    text = "".join("".join(o["text"]) for c in cells for o in c["outputs"] if o["output_type"] == "stream")
     assert text.count("steps: 40 in") == 1
     assert (
         "my own words" in text
@@ -195,11 +185,7 @@ def test_stored_outputs_are_readable(world):
 def test_a_killed_kernel_ends_the_notebook_soon(world):
     entry = outcome(world, "01_dead")
     assert entry["seconds"] < 30 and "kernel died" in entry["problem"] and "[4]" in entry["problem"]
-    counts = [
-        c["execution_count"]
-        for c in executed(world, "01_dead")["cells"]
-        if c["cell_type"] == "code"
-    ]
+    counts = [c["execution_count"] for c in executed(world, "01_dead")["cells"] if c["cell_type"] == "code"]
     assert counts[:3] == [1, 2, 3], "what ran before is kept"
 
 
@@ -209,10 +195,7 @@ def test_a_failing_cell_is_told_with_its_source_line(world):
         "KeyError in cell [4]: 'missing'" in entry["problem"]
         and "source line 3: y['missing']" in entry["problem"]
     )
-    assert (
-        "next: correct it, then python -m helpers.series run --profile cpu --only 02"
-        in world[1].stdout
-    )
+    assert "next: correct it, then python -m helpers.series run --profile cpu --only 02" in world[1].stdout
     assert "executed so far: runs/cpu/02_error/02_error.ipynb" in world[1].stdout
     assert not (world[0] / "runs" / "cpu" / "02_error" / "metrics.json").exists()
 
@@ -233,25 +216,14 @@ def test_a_notebook_without_results_fails(world):
 
 
 def test_a_notebook_that_leaves_a_process_fails(world):
-    assert (
-        "left 1 processes running, which were ended: sleep 86392"
-        in outcome(world, "06_leaves")["problem"]
-    )
+    assert "left 1 processes running, which were ended: sleep 86392" in outcome(world, "06_leaves")["problem"]
 
 
 def test_the_report_is_one_file_with_alt_texts(world):
     page = (world[0] / "runs" / "cpu" / "report.html").read_text()
     assert 'alt="A line."' in page and 'alt="Reward rises."' in page and "heldout_gain" in page
-    assert (
-        not re.search(r"(src|href)=\"(?!data:|#)", page)
-        and "url(" not in page
-        and "<script" not in page
-    )
-    assert (
-        "prefers-color-scheme: dark" in page
-        and "Memory at its peak" in page
-        and "kernel died" in page
-    )
+    assert not re.search(r"(src|href)=\"(?!data:|#)", page) and "url(" not in page and "<script" not in page
+    assert "prefers-color-scheme: dark" in page and "Memory at its peak" in page and "kernel died" in page
     assert str(world[0]) not in page.replace(world[2]["command"], ""), (
         "no machine path outside the command line"
     )

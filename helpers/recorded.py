@@ -1,0 +1,151 @@
+"""Keep a finished run in the repository: executed notebooks, figures, CSV and metrics under notebooks/recorded/<profile>.
+
+    python -m helpers.recorded --profile cpu     # also brings the README's tables up to date
+
+Refuses a run that is incomplete, failed, mixed from several commits, or made with uncommitted changes: a recorded figure
+must name the code that made it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from helpers.profiles import PROJECT_ROOT, load_profile
+from helpers.results import METRICS, read_metrics
+
+SIZE_LIMIT = 1_500_000  # bytes of one executed notebook
+KEPT = (".csv", ".png", ".json")
+
+
+class RecordError(ValueError):
+    """The run cannot be recorded; the message says why."""
+
+
+def record_run(runs: Path, target: Path) -> list[Path]:
+    """Copy every notebook's results from `runs` to `target`; returns the executed notebooks written. Raises RecordError."""
+    names = sorted(p.stem for p in (PROJECT_ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+    records = {name: read_metrics(runs / name / "metrics.json") for name in names}
+    commits = {r["commit"] for r in records.values()}
+    if len(commits) != 1 or any("dirty" in commit or commit == "unknown" for commit in commits):
+        raise RecordError(
+            f"the run was made at {sorted(commits)}: commit everything, run the whole series again, then record it"
+        )
+    shutil.rmtree(target, ignore_errors=True)
+    written = [_record_notebook(runs / name, target / name) for name in names]
+    series = json.loads((runs / "series.json").read_text())
+    (target / "series.json").write_text(json.dumps(series, indent=1) + "\n")
+    return written
+
+
+def _record_notebook(source: Path, target: Path) -> Path:
+    target.mkdir(parents=True)
+    for file in sorted(source.iterdir()):
+        if file.suffix in KEPT and file.is_file():
+            shutil.copy(file, target / file.name)
+    executed = json.loads((source / f"{source.name}.ipynb").read_text())
+    _slim(executed)
+    path = target / f"{source.name}.ipynb"
+    path.write_text(json.dumps(executed, indent=1, ensure_ascii=False) + "\n")
+    if path.stat().st_size > SIZE_LIMIT:
+        raise RecordError(
+            f"{path.name} is {path.stat().st_size / 1e6:.1f} MB, the limit is {SIZE_LIMIT / 1e6:.1f}: use fewer dots an inch"
+        )
+    return path
+
+
+def _slim(notebook: dict) -> None:
+    """Drop each picture's HTML twin (GitHub shows the PNG), and what the runner adds about its own machine."""
+    notebook["metadata"].pop("papermill", None)
+    for cell in notebook["cells"]:
+        cell["metadata"].pop("papermill", None)
+        for output in cell.get("outputs", []):
+            if "image/png" in output.get("data", {}):
+                output["data"].pop("text/html", None)
+
+
+QUESTIONS = {  # what each page answers, for the README's table
+    "00_environment": "is this machine ready, and which versions fit together?",
+    "01_gpt_oss": "what is inside gpt-oss, and where do its 20.9 billion parameters sit?",
+    "02_bridge": "how do Hugging Face weights become a Megatron model and come back bit-exact?",
+    "03_rollout": "how does SGLang sample groups of answers, and take new weights while it is up?",
+    "04_grpo_math": "what do advantages, clipping, KL and the two ratios do?",
+    "05_grpo_step": "what happens in one GRPO step?",
+    "06_train": "does GRPO teach the policy anything on questions it never saw?",
+    "07_memory": "where does memory go, and what cures each peak?",
+}
+
+
+def notebook_table(recorded: Path) -> str:
+    """The README's table of notebooks, from a recorded run: question, seconds, peak memory of all processes."""
+    entries = json.loads((recorded / "series.json").read_text())["notebooks"]
+    rows = ["| notebook | question it answers | seconds | peak GiB |", "|---|---|---|---|"]
+    for e in entries:
+        name = e["notebook"]
+        link = f"[{name}](notebooks/recorded/{recorded.name}/{name}/{name}.ipynb)"
+        rows.append(f"| {link} | {QUESTIONS[name]} | {e['seconds']:.0f} | {e['peak_pss_gib']:.1f} |")
+    rows.append(
+        f"| all | | {sum(e['seconds'] for e in entries):.0f} | {max(e['peak_pss_gib'] for e in entries):.1f} |"
+    )
+    return "\n".join(rows)
+
+
+def figures_table(recorded: Path) -> str:
+    """The README's table of key figures: metric, value, unit, meaning, from the recorded metrics.json files."""
+    rows = ["| notebook | metric | value | unit | what it is |", "|---|---|---|---|---|"]
+    for folder in sorted(p for p in recorded.iterdir() if p.is_dir()):
+        record = read_metrics(folder / "metrics.json")
+        for name in KEY_METRICS.get(folder.name, ()):
+            metric = METRICS[name]
+            rows.append(
+                f"| {folder.name[:2]} | `{name}` | {record['metrics'][name]:.4g} | {metric.unit} | {metric.meaning} |"
+            )
+    return "\n".join(rows)
+
+
+KEY_METRICS = {
+    "02_bridge": ("parity_megatron_hf_max_abs_logit", "parity_gradient_max_relative", "export_unequal", "warm_start_loss"),
+    "03_rollout": ("parity_sglang_hf_max_abs_logprob", "sync_kinds_checked", "sync_max_abs_logprob_error", "rollout_tokens_per_second"),
+    "06_train": (
+        "heldout_before", "heldout_after", "reward_first10", "reward_last10", "completion_length_first10",
+        "completion_length_last10", "zero_variance_share", "logprob_gap_mean", "logprob_gap_max", "sync_seconds_max",
+        "step_seconds_median", "rollout_seconds_median", "update_seconds_median", "resume_max_abs_logprob", "processes_left",
+    ),
+    "07_memory": ("peak_pss_gib", "ledger_max_error"),
+}  # fmt: skip
+
+
+def fill_readme(text: str, recorded: Path) -> str:
+    """README text with the parts between its markers made anew from the recorded run."""
+    for name, table in (("notebooks", notebook_table(recorded)), ("figures", figures_table(recorded))):
+        start, end = f"<!-- {name}: made by helpers.recorded -->", f"<!-- end of {name} -->"
+        if start not in text or end not in text:
+            raise RecordError(f"README.md has lost its markers for the table of {name}")
+        head, rest = text.split(start, 1)
+        text = f"{head}{start}\n{table}\n{end}{rest.split(end, 1)[1]}"
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--profile", default="cpu")
+    settings = load_profile(parser.parse_args().profile)
+    try:
+        target = PROJECT_ROOT / "notebooks" / "recorded" / settings.name
+        written = record_run(settings.runs, target)
+        readme = PROJECT_ROOT / "README.md"
+        readme.write_text(fill_readme(readme.read_text(), target))
+    except ValueError as error:
+        print(f"not recorded: {error}", file=sys.stderr)
+        return 1
+    print("\n".join(f"{p.stat().st_size / 1e3:7.0f} kB  {p.relative_to(PROJECT_ROOT)}" for p in written))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""Recorded runs: the README's tables come from them, and a run that names no commit is refused."""
+
+import json
+import shutil
+
+import pytest
+
+from helpers.profiles import PROJECT_ROOT
+from helpers.recorded import RecordError, fill_readme, record_run
+
+RECORDED = PROJECT_ROOT / "notebooks" / "recorded" / "cpu"
+README = PROJECT_ROOT / "README.md"
+
+
+def test_the_readme_is_that_of_the_recorded_run():
+    text = README.read_text()
+    assert fill_readme(text, RECORDED) == text, (
+        "run python -m helpers.recorded after a run, or restore the tables"
+    )
+
+
+def test_every_notebook_is_recorded_with_outputs_and_one_commit():
+    names = sorted(p.stem for p in (PROJECT_ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+    commits = set()
+    for name in names:
+        executed = json.loads((RECORDED / name / f"{name}.ipynb").read_text())
+        code = [c for c in executed["cells"] if c["cell_type"] == "code" and "".join(c["source"]).strip()]
+        assert all(c["execution_count"] for c in code)
+        commits.add(json.loads((RECORDED / name / "metrics.json").read_text())["commit"])
+    assert len(commits) == 1
+    assert "dirty" not in commits.pop()
+
+
+def test_a_run_with_uncommitted_changes_is_not_recorded(tmp_path):
+    runs = tmp_path / "cpu"
+    shutil.copytree(RECORDED, runs)
+    file = runs / "04_grpo_math" / "metrics.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"commit": "abc+dirty"}))
+    with pytest.raises(RecordError, match="commit everything"):
+        record_run(runs, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+def test_lost_markers_are_named():
+    with pytest.raises(RecordError, match="markers for the table of notebooks"):
+        fill_readme("# no tables here", RECORDED)
