@@ -123,9 +123,9 @@ class RolloutSettings:
     start_timeout: float = 300.0  # seconds
     request_timeout: float = 180.0  # seconds
     mem_fraction: float | None = None  # GPU: SGLang's mem_fraction_static
-    # Measured on 2 cores with 256 short answers (tests/bench/recorded/rollout_flags.csv): without the prefix tree and the
-    # overlap of CPU and GPU work a rollout takes 0.6 s instead of 1.0 s, and an idle scheduler that sleeps leaves its core
-    # to the trainer (it polls otherwise). A GPU profile sets its own.
+    # Measured on 2 cores (tests/bench/recorded/rollout_flags.csv): a rollout of 256 short answers takes 0.4 to 0.8 s
+    # without the prefix tree and 0.6 to 1.3 s with it. Overlap is made for a GPU beside the CPU; off or on is within noise
+    # here. An idle scheduler polls unless told to sleep, and would take a core from the trainer.
     server_arguments: tuple[str, ...] = (
         "--disable-radix-cache",
         "--disable-overlap-schedule",
