@@ -62,8 +62,7 @@ def prepare_process(settings: Profile) -> float:
             f"profile {settings.name!r} needs a GPU and torch sees none; profile cpu runs on this machine"
         )
     with quiet_libraries():
-        import megatron.bridge  # noqa: F401
-        import megatron.bridge.training  # noqa: F401  what the first load would import
+        from megatron.bridge import AutoBridge  # noqa: F401  imported on demand, so ask for it here
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.set_verbosity_error()
@@ -72,7 +71,7 @@ def prepare_process(settings: Profile) -> float:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """No warnings, prints or progress bars of the libraries inside the block.
+    """No warnings, prints, log lines or progress bars of the libraries inside the block; errors still raise.
 
     Megatron warns once a missing optional package (Apex, TransformerEngine: none of them runs on a CPU), prints a parameter
     count, and draws a rich progress bar that has no switch on import.
@@ -80,13 +79,19 @@ def quiet_libraries() -> Iterator[None]:
     import rich
 
     console = rich.get_console()
-    before = console.quiet, console.is_jupyter
+    before, logging_before = (console.quiet, console.is_jupyter), logging.root.manager.disable
+    logging.disable(logging.WARNING)  # a traceback for each optional package that is absent
     console.quiet, console.is_jupyter = True, False
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),  # one Megatron module sets its own warning filter
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
+        logging.disable(logging_before)
         console.quiet, console.is_jupyter = before
 
 

@@ -101,7 +101,7 @@ def figures_table(recorded: Path) -> str:
         for name in KEY_METRICS.get(folder.name, ()):
             metric = METRICS[name]
             rows.append(
-                f"| {folder.name[:2]} | `{name}` | {record['metrics'][name]:.4g} | {metric.unit} | {metric.meaning} |"
+                f"| {folder.name[:2]} | `{name}` | {record['metrics'][name]:.4g} | {metric.unit} | {metric.meaning.replace('|', chr(92) + '|')} |"
             )
     return "\n".join(rows)
 

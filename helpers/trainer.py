@@ -81,7 +81,8 @@ class MegatronTrainer:
         self.model: MegatronModel = load_megatron(checkpoint, settings)
         self.seconds |= self.model.seconds
         self._freeze()
-        self._build_optimizer()
+        with quiet_libraries():
+            self._build_optimizer()
 
     # --- what one step needs ------------------------------------------------------------------------------------------
     def update(self, batch: Batch, loss: Loss | None = None) -> dict[str, float]:

@@ -17,7 +17,6 @@ import logging
 import os
 import sys
 import types
-import warnings
 
 from helpers.profiles import DEVICE_VARIABLE
 
@@ -46,7 +45,9 @@ def install() -> None:
         return
     sys.meta_path.insert(0, _LoraLayersFinder())
     _rename_cuda_devices(torch)
-    with _quiet_imports():
+    from helpers.bridge import quiet_libraries
+
+    with quiet_libraries():
         import megatron.bridge  # noqa: F401
     _map_local_input_layernorm()
     _numpy_alltoall_splits()
@@ -68,19 +69,6 @@ def _installed() -> bool:
     from torch.overrides import _get_current_function_mode_stack
 
     return any(type(mode).__name__ == "CudaMeansCpu" for mode in _get_current_function_mode_stack())
-
-
-@contextlib.contextmanager
-def _quiet_imports():
-    """megatron.bridge logs a traceback for each optional package that is absent; on a CPU that is every one of them."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 # --- 1. one module of the bridge imports TransformerEngine without a guard --------------------------------------------
