@@ -47,7 +47,7 @@ class RayHead:
 
     def start(self) -> RayHead:
         """Launch Ray's processes; returns at once."""
-        c, layout = self.settings.cluster, self.settings.trainer
+        c = self.settings.cluster
         self.folder = Path(
             tempfile.mkdtemp(prefix="ray-")
         )  # short: Ray puts sockets below it, and their paths have a limit
@@ -56,11 +56,11 @@ class RayHead:
             f"127.0.0.1:{port}",
             f"http://127.0.0.1:{dashboard_port}" if c.dashboard else "",
         )
-        actors = layout.ranks + self.settings.rollout.engines
+        cpus = max(c.num_cpus, sum(bundle["CPU"] for bundle in _bundles(self.settings)[0]))
         command = [
             sys.executable, "-W", "ignore", "-m", "ray.scripts.scripts", "start", "--head", "--block",
             "--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={self.folder}", "--disable-usage-stats",
-            f"--num-cpus={max(c.num_cpus, actors)}", f"--object-store-memory={c.object_store_mib << 20}",
+            f"--num-cpus={cpus}", f"--object-store-memory={c.object_store_mib << 20}",
             f"--include-dashboard={c.dashboard}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}",
             "--include-log-monitor=False",
         ]  # fmt: skip
@@ -213,6 +213,18 @@ class RolloutActor:
         self.server.stop()
 
 
+def _bundles(settings: Profile) -> tuple[list[dict], list[int]]:
+    """Placement-group bundles, and which of them each engine takes; trainer rank i takes bundle i.
+
+    CPU: one bundle an actor. GPU: one bundle a card, which trainer rank i and engine i share (colocated, half a card each
+    in Ray's books); not run on a GPU yet.
+    """
+    ranks, engines = settings.trainer.ranks, settings.rollout.engines
+    if settings.device == "cuda":
+        return [{"CPU": 2, "GPU": 1}] * max(ranks, engines), list(range(engines))
+    return [{"CPU": 1}] * (ranks + engines), list(range(ranks, ranks + engines))
+
+
 class GrpoCluster:
     """Trainer ranks and rollout engines of a profile, placed by one Ray placement group.
 
@@ -229,17 +241,15 @@ class GrpoCluster:
         from ray.util.placement_group import placement_group
 
         ranks, engines = self.settings.trainer.ranks, self.settings.rollout.engines
-        gpu = {"GPU": 1} if self.settings.device == "cuda" else {}
-        self.group = placement_group(
-            [{"CPU": 1, **gpu}] * ranks + [{"CPU": 1, **gpu}] * engines, strategy="PACK"
-        )
+        bundles, engine_bundles = _bundles(self.settings)
+        self.group = placement_group(bundles, strategy="PACK")
         if not self.group.wait(patience):
             raise ClusterError(
                 f"Ray cannot place {ranks} trainer ranks and {engines} engines on {ray.cluster_resources()}; "
                 "lower trainer.ranks or rollout.engines, or start Ray with more"
             )
         shared = engines == 1  # several engines of one series never share a server
-        self.engines = [self._actor(RolloutActor, ranks + i, "server", shared) for i in range(engines)]
+        self.engines = [self._actor(RolloutActor, b, "server", shared) for b in engine_bundles]
         self.trainers = [self._actor(TrainerActor, rank, "trainer", rank) for rank in range(ranks)]
         self._built = self._build()
         return self
@@ -252,7 +262,7 @@ class GrpoCluster:
         # a rollout actor is no server itself: it hands the server its environment when it launches one
         environment = self.settings.process_environment("trainer" if role == "trainer" else "kernel")
         environment |= {k: os.environ[k] for k in ("GRPO_SHARED_SERVER", "GRPO_RUNS") if k in os.environ}
-        gpus = 1 if self.settings.device == "cuda" else 0
+        gpus = 0.5 if self.settings.device == "cuda" else 0
         remote = ray.remote(
             num_cpus=1, num_gpus=gpus, scheduling_strategy=place, runtime_env={"env_vars": environment}
         )(kind)

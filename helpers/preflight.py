@@ -135,7 +135,7 @@ def machine_checks(settings: Profile) -> list[Check]:
         ),
     ]
     if settings.device == "cuda":
-        wanted = settings.trainer.ranks
+        wanted = max(settings.trainer.ranks, settings.rollout.engines)  # colocated, one card each
         advice = f"profile {settings.name} needs {wanted} GPU(s); this machine fits profile {fitting_profile(gpus)}"
         checks.append(Check("GPUs", ", ".join(gpus) or "none", len(gpus) >= wanted, advice))
         segments = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")

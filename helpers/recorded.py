@@ -75,7 +75,7 @@ QUESTIONS = {  # what each page answers, for the README's table
     "04_grpo_math": "what do advantages, clipping, KL and the two ratios do?",
     "05_grpo_step": "what happens in one GRPO step?",
     "06_train": "does GRPO teach the policy anything on questions it never saw?",
-    "07_memory": "where does memory go, and what cures each peak?",
+    "07_memory": "where does memory go in a GRPO step, and what does a smaller micro-batch cure?",
 }
 
 

@@ -198,7 +198,10 @@ METRICS: dict[str, Metric] = {
     ),
     # 08 mismatch
     "logprob_gap_mean": Metric(
-        "nat", "mean |trainer logprob - rollout logprob| right after a weight sync", 0, 1e-3
+        "nat",
+        "mean |trainer logprob - rollout logprob| right after a weight sync (of many steps: the largest)",
+        0,
+        1e-3,
     ),
     "logprob_gap_max": Metric(
         "nat", "largest |trainer logprob - rollout logprob| right after a weight sync", 0, 1e-2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -55,9 +56,18 @@ def model_shape(folder: Path | str) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A free TCP port below the range from which the kernel hands out ports by itself.
+
+    A server binds its port only after half a minute of imports; until then any outgoing connection of this machine
+    could be given a port from that range (seen: two engines and Ray starting at once).
+    """
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for _ in range(200):
+        port = random.SystemRandom().randrange(min(20_000, first - 1000), first)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+    raise RolloutError("no free TCP port found below the ephemeral range; end what listens on this machine")
 
 
 def server_command(settings: Profile, checkpoint: Path, port: int) -> list[str]:
@@ -65,7 +75,8 @@ def server_command(settings: Profile, checkpoint: Path, port: int) -> list[str]:
     r, m = settings.rollout, settings.model
     command = [
         sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--model-path", str(checkpoint),
-        "--host", "127.0.0.1", "--port", str(port), "--dtype", m.dtype, "--weight-version", "initial",
+        "--host", "127.0.0.1", "--port", str(port), "--nccl-port", str(free_port()), "--dtype", m.dtype,
+        "--weight-version", "initial",
         "--random-seed", str(settings.seed), "--log-level", "warning", "--skip-server-warmup", "--skip-tokenizer-init",
         "--max-running-requests", str(r.max_running_requests),
     ]  # fmt: skip
@@ -146,6 +157,7 @@ class RolloutServer(SGLangClient):
         self.tokenizer = load_tokenizer(self.checkpoint)
         self.shape = model_shape(self.checkpoint)
         self.process: subprocess.Popen | None = None
+        self._port_retries = 0  # a port that was free can be taken before the server binds it
         self.pid = 0  # of the launcher; all of the server's processes are below it
 
     # --- life ---------------------------------------------------------------------------------------------------------
@@ -177,6 +189,11 @@ class RolloutServer(SGLangClient):
         deadline = self._started + self.settings.rollout.start_timeout
         while not self.healthy():
             if not alive([self.pid], patience=0):
+                if self.process and "address already in use" in self.log_tail() and self._port_retries < 2:
+                    self._port_retries += 1
+                    self.stop()
+                    self.start()
+                    continue
                 code = self.process.poll() if self.process else "unknown"
                 raise RolloutError(f"SGLang ended with code {code} before it answered.{self.log_tail()}")
             if time.monotonic() > deadline:

@@ -68,8 +68,8 @@ run.record("machine_checks_failed", sum(not c.ok for c in checks))
 
 # %% [markdown]
 # In a container it is `/dev/shm`, the shared memory. Docker gives it 64 MiB
-# unless you say `--shm-size`. Weights travel from trainer to rollout engine
-# through it, so a small one fails late, in the middle of a run, with an error
+# unless you say `--shm-size`. Ray's object store lives in it, and on GPUs NCCL
+# uses it too, so a small one fails late, in the middle of a run, with an error
 # that names something else.
 #
 # The same checks tell which of the four profiles would run here:
@@ -87,9 +87,11 @@ print("\nfits this machine:", preflight.fitting_profile())
 # |---|---|---|
 # | `cpu` | a gpt-oss of 258 thousand parameters, float32 | learning, CI |
 # | `gpu` | a few hundred million parameters, bf16 | one GPU |
-# | `gpu-20b` | gpt-oss-20b with frozen experts | one large GPU |
-# | `cluster` | gpt-oss-20b, all parameters | 8 GPUs or more |
+# | `gpu-20b` | the shape of gpt-oss-20b, experts frozen | one large GPU |
+# | `cluster` | the shape of gpt-oss-20b, all parameters | 8 GPUs |
 #
+# The two 20b profiles start from random weights in that shape until you set
+# `model.source` to `hub` or `folder`. Only `cpu` has been run end to end.
 # The engines, the notebooks and the helpers are the same in all four.
 
 # %% [markdown]
@@ -144,8 +146,8 @@ assert exact == {"torch", "transformers"}
 # Why newer: gpt-oss has attention sinks, which TransformerEngine calls a
 # *learnable softmax*. With TransformerEngine 2.10 and the cuDNN of that time,
 # people found no attention kernel at all that would take them (verl issue
-# 5224). The versions in the last column were run with sinks, forward and
-# backward, on an H200.
+# 5224). The versions in the last column have such a kernel; no recorded run of
+# this course shows it on a GPU yet.
 
 # %% [markdown]
 # Every pin of this project stands in `environment/cpu.in` or `gpu.in` with its

@@ -548,7 +548,7 @@ show_figure(
 #
 # Routing matters for GRPO for another reason: it is a hard choice. Rollout
 # engine and trainer compute the scores with slightly different rounding, and
-# where two experts are nearly tied, the top-k can flip. Notebook 08 measures
+# where two experts are nearly tied, the top-k can flip. Notebook 08 (planned) measures
 # how often.
 
 # %% [markdown]

@@ -443,8 +443,8 @@ show_figure(
 );
 
 # %% [markdown]
-# Three mistakes stand thousands of times above the limit. There is nothing to
-# argue about between rounding and a mistake.
+# Three mistakes stand more than ten thousand times above the limit. There is
+# nothing to argue about between rounding and a mistake.
 #
 # The swapped norms leave **no trace**. Both norms of a layer start as ones, so
 # exchanging them changes nothing yet. That is a lesson about test data, not
@@ -538,8 +538,9 @@ print(f"loss {losses[0]:.2f} -> {final:.2f} nat/token",
 assert final < 1.5
 
 # %% [markdown]
-# What is left is mostly the digit of the lazy answers. Nobody can predict a
-# random choice.
+# What is left has parts that nobody can predict: the random digit of a lazy
+# answer, which of the two habits comes next, and the slips of the worked
+# answers. The rest is sorting that is not learned yet.
 #
 # Now export, and write a checkpoint folder that anyone can read.
 
@@ -610,7 +611,8 @@ for problem in task.held_out(5):
 #    Export gives every bit back.
 # 2. **Equal weights are not an equal model.** Compare logits on sequences
 #    longer than the window, and gradients of every kind of tensor. In float32
-#    rounding stays at a few millionths; a mistake is thousands of times that.
+#    rounding stays at a few millionths; a mistake is a hundred thousand times
+#    that.
 # 3. **Fresh weights and square matrices hide mistakes.** Norms that are all
 #    ones cannot show that they were exchanged, a square matrix cannot show
 #    that it was transposed. Test with trained, uneven tensors.

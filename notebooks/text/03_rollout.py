@@ -26,7 +26,7 @@
 # %% [markdown]
 # | profile | time | memory | what it starts |
 # |---|---|---|---|
-# | `cpu` | about 2 minutes on 2 cores | about 3 GB | an SGLang server |
+# | `cpu` | half a minute on 2 cores | about 2.5 GB | an SGLang server |
 #
 # In GRPO the policy writes hundreds of answers a step. That is an inference
 # engine's job: SGLang batches the requests, caches what prompts have in
@@ -141,7 +141,8 @@ for logprob, token, _ in info["output_token_logprobs"][:5]:
 
 # %% [markdown]
 # One logprob for each token. A value near 0 is a token that the model was sure
-# of: the format. The digit is less certain.
+# of: the format. Two tokens are choices: the channel, that is whether to guess
+# or to work it out, and the digit.
 #
 # GRPO compares several answers to *one* question, a **group**, so now sample.
 # `roll_out` does what you just did, for many prompts, and returns episodes.
@@ -288,15 +289,16 @@ axis.legend()
 show_figure(
     fig, run=run, name="throughput",
     alt="New tokens per second against batch size, both axes logarithmic. "
-    "The measured line rises steeply at first and flattens for large "
-    "batches, below the dotted line of a batch that costs no more than one "
-    "prompt.",
+    "The measured line rises over the whole range and flattens at the "
+    "largest batch; it stays below the dotted line of a batch that costs no "
+    "more than one prompt.",
     data={"prompts": sizes, "tokens_per_second": speeds},
 );
 
 # %% [markdown]
-# The line rises, because a batch shares what each step costs anyway, and it
-# stays below the dotted one, because arithmetic is not shared. On a GPU the
+# The line rises, because a batch shares what each step costs anyway: compare
+# the printed speeds of 64 prompts and of one with your prediction. It stays
+# below the dotted one, because arithmetic is not shared. On a GPU the
 # two keep together much longer: there a decode step waits for memory, not for
 # arithmetic.
 #
@@ -323,7 +325,9 @@ print(len(names), "kinds:", *(n.split("layers.0.")[-1] for n in names))
 
 # %% [markdown]
 # `send_tensors` hands named tensors to the server and then drops its cache:
-# keys and values that old weights computed must not meet new ones. On a GPU
+# keys and values that old weights computed must not meet new ones. (The `cpu`
+# profile serves without a prefix cache: for prompts this short it costs more
+# than it saves.) On a GPU
 # only handles travel over HTTP, and the server reads the trainer's memory
 # itself. On a CPU the values travel; a tiny model is a megabyte.
 #
@@ -373,7 +377,7 @@ axis.legend(loc="center")
 show_figure(
     fig, run=run, name="sync_by_kind",
     alt="Two columns of points on a logarithmic scale, one row for each kind "
-    "of tensor. Changes by the update lie far right, near one nat; "
+    "of tensor. Changes by the update lie far right, near one nat or above; "
     "differences between server and transformers lie far left, near a "
     "millionth. No row has them close together.",
     data={"kind": kinds, "change": changes, "error": errors},

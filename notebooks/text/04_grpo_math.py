@@ -31,7 +31,7 @@
 # Every section goes the same way: you work a few numbers by hand, then you
 # call the helper that the trainer calls, and `agree` checks that both give
 # the same. Left out: value networks and per-token rewards (GRPO has neither),
-# and what to do when rollout and trainer disagree (notebook 08).
+# and what to do when rollout and trainer disagree (planned: 08).
 
 # %% tags=["parameters"]
 PROFILE: str = "cpu"  # which profile: cpu, gpu, gpu-20b or cluster

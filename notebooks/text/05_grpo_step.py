@@ -144,8 +144,9 @@ print(f"guesses     {(~worked).sum():3d}, right {rewards[~worked].mean():.2f}")
 print(f"worked      {worked.sum():3d}, right {rewards[worked].mean():.2f}")
 
 # %% [markdown]
-# Working the answer out pays, though the policy does it only now and then.
-# That difference is all the signal GRPO gets.
+# Working the answer out pays about three times as often, though the policy
+# does it in only a third or a quarter of its answers. That difference is all
+# the signal GRPO gets.
 
 # %% [markdown]
 # ## 3 · Advantages
@@ -294,7 +295,8 @@ show_figure(
 #
 # The server still speaks for the old weights. `sync_weights` exports the
 # Megatron model to Hugging Face names and hands the tensors to the running
-# server through shared memory. Nothing restarts.
+# server: on a CPU their values travel in the request, on a GPU only handles
+# do. Nothing restarts.
 
 # %%
 from helpers.weight_sync import sync_weights
@@ -351,8 +353,8 @@ show_figure(
 run.record("step_seconds_median", sum(clock.values()))
 
 # %% [markdown]
-# A first step is slower than later ones (buffers are allocated, code paths are
-# warmed). Notebook 06 shows the median over a hundred.
+# One step is one sample. Later steps sample longer answers, and Ray adds calls
+# of its own: notebook 06 shows the median over a hundred.
 #
 # **Three takeaways**
 #

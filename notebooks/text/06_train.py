@@ -19,7 +19,8 @@
 # **You need first:** notebook 05, which takes one step apart. Here the same
 # five calls run a hundred times, spread over Ray: trainer ranks and rollout
 # engines are actors, placed by a placement group. The code is the same for one
-# CPU machine and for a cluster; the profile says how many.
+# rank and for several; the profile says how many. Here everything is on one
+# machine; several machines are the subject of notebook 09 (planned).
 #
 # **Last verified:** 2026-11-30 on 2 CPU cores with Python 3.12, torch 2.11.0,
 # ray 2.60.0, sglang 0.5.17 and megatron-core 0.19.2.
@@ -36,7 +37,7 @@ STEPS: int = 100  # GRPO steps
 EVAL_EVERY: int = 20  # steps between two looks at the held-out questions
 SAVE_EVERY: int = 50  # steps between two trainer checkpoints
 RESUME: bool = False  # go on from the newest checkpoint of an earlier run
-SHUFFLE: bool = False  # control: hand the rewards to the wrong answers
+SHUFFLE: bool = False  # control: shuffle the rewards among the answers
 
 # %%
 import statistics
@@ -87,9 +88,11 @@ print("dashboard:", head.dashboard, "(its token: head.token)")
 
 # %% [markdown]
 # `GrpoCluster` reserves one bundle for each trainer rank and each engine, then
-# starts the actors there. Both kinds import their libraries at the same time.
+# starts the actors there. Started alone, trainer and server import their
+# libraries at the same time; in a series the rollout actor is a handle on the
+# shared server, which is up already.
 #
-# **Predict:** which takes longer to be ready, Megatron or SGLang?
+# **Predict:** what does the trainer spend most of its start on?
 
 # %%
 import ray
@@ -139,7 +142,7 @@ run.record("heldout_before", before)
 #
 # **Predict:** the completion length starts near 9 tokens, a mix of 5-token
 # guesses and 18-token worked answers. Where will it be after 100 steps, and
-# will it move before or after the accuracy does?
+# will the reward still rise after it has stopped?
 
 # %%
 import torch
@@ -238,11 +241,12 @@ for name in ("reward", "length", "entropy", "zero_variance"):
           f"   last ten {mean_of(name, tail10):7.3f}")
 
 # %% [markdown]
-# Read the three panels together. The length moves first: within some thirty
-# steps the policy finds that answers which sort the digits earn more, and it
-# stops guessing. The reward follows, and goes on rising after the length has
-# levelled off: from then on the policy sheds the slips that its demonstrations
-# had taught it. Entropy falls, but not to zero: it still explores.
+# Read the three panels together. At first length and reward rise together:
+# within some twenty steps the policy finds that answers which sort the digits
+# earn more, and it stops guessing. Then the length stands still near 18 tokens
+# and the reward goes on rising, slowly: from there the policy sheds the slips
+# that its demonstrations had taught it. Entropy falls, but not to zero: it
+# still explores.
 
 # %% [markdown]
 # ## 4 · Held-out accuracy after
@@ -264,7 +268,7 @@ ax.set(xlabel="step", ylabel="share right", ylim=(0, 1))
 ax.legend()
 show_figure(fig, run=run, name="accuracy", data=looks,
             alt="Training reward and held-out greedy accuracy over the "
-                "steps; both rise, the held-out accuracy above the reward.")
+                "steps; both rise fast at first and slowly after.")
 
 # %% [markdown]
 # Be honest about what this shows. Much of the gain is choosing a strategy that
@@ -286,14 +290,16 @@ axes[1].legend()
 show_figure(fig, run=run, name="health",
             data={k: columns[k] for k in ("step", "zero_variance",
                                           "logprob_gap", "logprob_gap_max")},
-            alt="Left: share of zero-variance groups over the steps. Right: "
+            alt="Left: share of zero-variance groups, rising. Right: "
                 "gap between trainer and rollout logprobs, flat on a "
                 "logarithmic axis.")
 
 # %% [markdown]
-# Two signs of health. The share of groups that say nothing must leave room to
-# learn. And the gap between the two engines must stay flat: a gap that grows
-# means that some weights never reach the server.
+# Two signs of health. The share of groups that say nothing rises as the policy
+# improves: more and more groups are all right. By the end a good part of the
+# sampled answers teaches nothing; DAPO replaces such groups by fresh ones. And
+# the gap between the two engines must stay flat: a gap that grows means that
+# some weights never reach the server.
 
 # %%
 run.record("reward_first10", mean_of("reward", head10))
@@ -334,30 +340,41 @@ run.record("rollout_tokens_per_second", statistics.median(
 # schedule and can go on training, and a Hugging Face folder, which any other
 # tool loads.
 #
-# **Predict:** after loading the checkpoint back, how far will the logprobs of
-# the last step's questions be from those before?
+# The test of a checkpoint: take one more step, so that there is something to
+# undo, then load the checkpoint back.
+#
+# **Predict:** how far will the logprobs of eight fresh questions be from those
+# before?
 
 # %%
-probe = cluster.roll_out(task.sample(8, step=10**6))
-batch = collate(probe, None, pad_id)
+fresh = task.sample(8, step=10**6)
+probe = cluster.roll_out(fresh)
+advantages, _ = advantages_of(probe, score(probe, fresh, tokenizer))
+batch = collate(probe, advantages, pad_id)
 now = cluster.logprobs(batch)
+cluster.update(batch)
+moved = (cluster.logprobs(batch) - now).abs().max().item()
 resumed_at = cluster.resume(saved / f"step-{settings.steps}")
 difference = (cluster.logprobs(batch) - now).abs().max().item()
-print(f"resumed at step {resumed_at}, largest difference {difference:.1e}")
+print(f"one more step moved them by {moved:.1e}; resumed at step "
+      f"{resumed_at}, largest difference {difference:.1e}")
 run.record("resume_max_abs_logprob", difference)
+assert moved > difference
+
+# %%
 final = cluster.export_checkpoint(settings.checkpoint("grpo"))
 print("exported:", final.name, [f.name for f in sorted(final.iterdir())])
 
 # %% [markdown]
 # ## 7 · Tear down
 #
-# Actors, servers and Ray's own processes end here. The runner counts what is
-# left; it must be nothing.
+# Actors and Ray's own processes end here, and the server if it was started
+# here. The runner counts what is left; it must be nothing.
 #
 # **Three takeaways**
 #
-# 1. The loop stays readable on a cluster: Ray places actors, and the five
-#    calls of notebook 05 do not change.
+# 1. The loop stays readable under Ray: it places actors, and the five calls of
+#    notebook 05 do not change.
 # 2. Watch completion length and zero-variance groups beside the reward: they
 #    say *why* it moves.
 # 3. A reward curve proves little. Held-out questions, greedy answers and a

@@ -32,7 +32,7 @@ def series(request):
     runs = PROJECT_ROOT / "runs" / "tests"
     shutil.rmtree(runs, ignore_errors=True)
     before = leftovers()
-    command = [sys.executable, "-m", "helpers.series", "run", "--profile", "cpu", "--runs", str(runs), "--keep-going"]
+    command = [sys.executable, "-m", "helpers.series", "run", "--profile", "cpu", "--runs", "runs/tests", "--keep-going"]
     capture = request.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
         print(flush=True)

@@ -1,11 +1,15 @@
 """Checkpoints: whole or absent, the same for the same seed, and named when something is missing."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
 from helpers.checkpoints import (
-    PAD_TOKEN, publish_folder, require_checkpoint, save_weights, tiny_vocabulary, tokenizer_and_pad, write_tiny_checkpoint,
+    PAD_TOKEN, publish_folder, require_checkpoint, save_weights, starting_checkpoint, tiny_vocabulary,
+    tokenizer_and_pad, write_tiny_checkpoint,
 )  # fmt: skip
 from helpers.profiles import load_profile
 
@@ -86,3 +90,25 @@ def test_a_vocabulary_that_is_too_small_is_refused():
     assert len(tiny_vocabulary(64)) == 64 and list(tiny_vocabulary(64))[0] == PAD_TOKEN
     with pytest.raises(ValueError, match="too small"):
         tiny_vocabulary(20)
+
+
+def test_the_source_of_a_model_is_explicit(tmp_path):
+    folder = load_profile("cpu", **{"model.source": "folder", "model.path": str(tmp_path)})
+    with pytest.raises(FileNotFoundError, match="no checkpoint in"):
+        starting_checkpoint(folder)
+    with pytest.raises(ValueError, match="generated, folder or hub"):
+        starting_checkpoint(load_profile("cpu", **{"model.source": "somewhere"}))
+
+
+def test_a_hub_that_cannot_be_reached_says_what_to_do():
+    """In a process of its own: huggingface_hub reads its settings when it is imported."""
+    code = (
+        "from helpers.checkpoints import starting_checkpoint as s; from helpers.profiles import load_profile as p;"
+        "s(p('cpu', **{'model.source': 'hub', 'model.path': 'nobody/has-this-model'}))"
+    )
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1
+    assert last.startswith("ConnectionError: the hub did not give 'nobody/has-this-model'")
+    assert "model.source = 'folder'" in last
