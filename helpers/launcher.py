@@ -74,9 +74,9 @@ def _reap() -> None:
         pass
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(process: subprocess.Popen, shared: set[str]) -> None:
     """Ask the main process to end (SGLang then ends its own children), and end whatever is left after the grace."""
-    shared = _mapped(_descendants(os.getpid()))
+    shared |= _mapped(_descendants(os.getpid()))
     process.poll()
     if process.returncode is None:
         process.terminate()
@@ -115,12 +115,22 @@ def main(command: list[str]) -> int:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=in_child)
+    shared, start, seen = (
+        set(),
+        time.monotonic(),
+        0.0,
+    )  # what a process mapped is unknown once it has died by itself
     while process.poll() is None and not stop:
         readable, _, _ = select.select([0], [], [], 0.3)
         if readable and not os.read(0, 4096):
             break
+        now = time.monotonic()
+        if now - seen > (
+            1 if now - start < 120 else 30
+        ):  # often while it starts, seldom later: reading maps costs time
+            shared, seen = shared | _mapped(_descendants(os.getpid())), now
     died = process.returncode
-    _end(process)
+    _end(process, shared)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
     return died if died is not None else 0
