@@ -31,6 +31,19 @@ def test_every_notebook_is_recorded_with_outputs_and_one_commit():
     assert "dirty" not in commits.pop()
 
 
+@pytest.mark.parametrize("notebook", ["03_rollout", "05_grpo_step", "06_train"])
+def test_the_recorded_run_syncs_in_time(notebook):
+    """Under 0.3 s, the slowest of all syncs; judged on the recorded run, since a busy machine is no failure."""
+    metrics = json.loads((RECORDED / notebook / "metrics.json").read_text())["metrics"]
+    assert 0 < metrics["sync_seconds_max"] < 0.3
+
+
+def test_the_recorded_series_is_in_time_and_in_memory():
+    entries = json.loads((RECORDED / "series.json").read_text())["notebooks"]
+    assert sum(e["seconds"] for e in entries) < 18 * 60
+    assert max(e["peak_pss_gib"] for e in entries) < 12
+
+
 def test_a_run_with_uncommitted_changes_is_not_recorded(tmp_path):
     runs = tmp_path / "cpu"
     shutil.copytree(RECORDED, runs)
