@@ -88,9 +88,8 @@ def write_tiny_checkpoint(settings: Profile, folder: Path | None = None) -> Path
     torch.manual_seed(settings.seed)
     model = GptOssForCausalLM(gpt_oss_config(settings.model)).to(getattr(torch, settings.model.dtype))
     with torch.no_grad():
-        for (
-            layer
-        ) in model.model.layers:  # transformers starts sinks at 0.02: give them a size that attention notices
+        # transformers starts sinks at 0.02: give them a size that attention notices
+        for layer in model.model.layers:
             layer.self_attn.sinks.normal_(0.0, 1.0)
     return publish_folder(folder, lambda temporary: _save(model, settings, temporary))
 

@@ -48,14 +48,11 @@ class RayHead:
     def start(self) -> RayHead:
         """Launch Ray's processes; returns at once."""
         c = self.settings.cluster
-        self.folder = Path(
-            tempfile.mkdtemp(prefix="ray-")
-        )  # short: Ray puts sockets below it, and their paths have a limit
+        # a short path: Ray puts sockets below it, and theirs have a limit
+        self.folder = Path(tempfile.mkdtemp(prefix="ray-"))
         port, dashboard_port = free_port(), free_port()
-        self.address, self.dashboard = (
-            f"127.0.0.1:{port}",
-            f"http://127.0.0.1:{dashboard_port}" if c.dashboard else "",
-        )
+        self.address = f"127.0.0.1:{port}"
+        self.dashboard = f"http://127.0.0.1:{dashboard_port}" if c.dashboard else ""
         cpus = max(c.num_cpus, sum(bundle["CPU"] for bundle in _bundles(self.settings)[0]))
         command = [
             sys.executable, "-W", "ignore", "-m", "ray.scripts.scripts", "start", "--head", "--block",
@@ -236,7 +233,7 @@ class GrpoCluster:
         self.trainers, self.engines, self.group = [], [], None
 
     def start(self, patience: float = 60.0) -> GrpoCluster:
-        """Reserve one bundle an actor and start the actors. Raises ClusterError when the bundles do not fit."""
+        """Reserve the bundles (see _bundles) and start the actors. Raises ClusterError when the bundles do not fit."""
         import ray
         from ray.util.placement_group import placement_group
 

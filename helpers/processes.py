@@ -53,8 +53,7 @@ def alive(pids: Sequence[int], patience: float = 5.0) -> list[int]:
     """Which of these processes still run after up to `patience` seconds; zombies do not count."""
     deadline = time.monotonic() + patience
     while True:
-        table = process_table()
-        left = [pid for pid in pids if pid in table and table[pid][2] not in "ZX"]
+        left = [pid for pid in pids if (entry := _entry(pid)) and entry[2] not in "ZX"]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.1)
@@ -76,16 +75,18 @@ def become_subreaper() -> None:
 
 def process_table() -> dict[int, tuple[int, str, str]]:
     """pid -> (parent pid, start time, state) of every process that /proc shows."""
-    table = {}
-    for entry in Path("/proc").iterdir() if Path("/proc/self/stat").exists() else ():
-        if entry.name.isdigit():
-            try:
-                # the command name may hold spaces and brackets: split behind its last bracket
-                words = (entry / "stat").read_text(errors="replace").rsplit(")", 1)[1].split()
-            except (OSError, IndexError):
-                continue
-            table[int(entry.name)] = (int(words[1]), words[19], words[0])
-    return table
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return {pid: entry for pid in pids if (entry := _entry(pid))}
+
+
+def _entry(pid: int) -> tuple[int, str, str] | None:
+    """(parent pid, start time, state) of one process; None when it is gone."""
+    try:
+        # the command name may hold spaces and brackets: split behind its last bracket
+        words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return None
+    return int(words[1]), words[19], words[0]
 
 
 def process_name(pid: int) -> str:
@@ -222,7 +223,7 @@ def grow(
 
 def send_signal(pid: int, start: str, signum: int) -> None:
     """Signal a process unless its number has gone to another one."""
-    entry = process_table().get(pid)
+    entry = _entry(pid)
     if entry is not None and entry[1] == start:
         try:
             os.kill(pid, signum)

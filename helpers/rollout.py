@@ -137,9 +137,8 @@ def flush_cache(post, seconds: float = 30.0) -> None:
             post("/flush_cache")
             return
         except RolloutError as error:
-            if (
-                error.__cause__ is not None or time.monotonic() > deadline
-            ):  # no answer at all, or busy for too long
+            # no answer at all, or busy for too long
+            if error.__cause__ is not None or time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
 
@@ -173,9 +172,8 @@ class RolloutServer(SGLangClient):
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.url = f"http://127.0.0.1:{port}"
         environment = {**os.environ, **self.settings.process_environment("server")}
-        environment.pop(
-            "PYTHONDONTWRITEBYTECODE", None
-        )  # SGLang's imports take twice as long without .pyc files
+        # SGLang's imports take twice as long without .pyc files
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-S", str(LAUNCHER), *server_command(self.settings, self.checkpoint, port)],
@@ -203,9 +201,8 @@ class RolloutServer(SGLangClient):
                     f"rollout.start_timeout.{self.log_tail()}"
                 )
             time.sleep(0.25)
-        self.post(
-            "/freeze_gc"
-        )  # else each flush of the cache walks all of the start's objects: 0.4 s on a CPU
+        # else each flush of the cache walks all of the start's objects: 0.4 s on a CPU
+        self.post("/freeze_gc")
         self.start_seconds = time.monotonic() - self._started
         return self
 

@@ -119,7 +119,7 @@ class MegatronTrainer:
         return torch.cat(kept) if kept else None
 
     def export(self) -> dict[str, Tensor]:
-        """{Hugging Face name: tensor} on the CPU, cloned: sending them must not move live parameters into shared memory."""
+        """{Hugging Face name: tensor} on the CPU, cloned: the receiver's own, not live parameters."""
         self._require_mode()
         return {name: tensor.clone().contiguous() for name, tensor in export_weights(self.model)}
 
