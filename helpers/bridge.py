@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from helpers.profiles import DEVICE_VARIABLE, Profile
+from helpers.upstream_fixes import correct_models
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,11 +114,12 @@ def make_provider(bridge, settings: Profile, load_weights: bool = True):
     provider.tensor_model_parallel_size = layout.tensor_parallel
     provider.pipeline_model_parallel_size = layout.pipeline_parallel
     provider.expert_model_parallel_size = layout.expert_parallel
-    provider.expert_tensor_parallel_size = 1  # expert biases would be added once a rank (Megatron-LM 2383)
+    provider.expert_tensor_parallel_size = layout.expert_tensor_parallel  # 1: load_profile refuses more
     provider.sequence_parallel = layout.tensor_parallel > 1  # MoE training with TP demands it
     provider.moe_token_dispatcher_type = "alltoall"
     provider.gradient_accumulation_fusion = False  # needs APEX
     provider.calculate_per_token_loss = True  # losses come as (sum, count): see records.LossOutput
+    provider.register_pre_wrap_hook(correct_models)
     if settings.device == "cpu":
         from helpers.cpu.megatron_backend import configure_provider
 
@@ -143,7 +145,10 @@ def load_megatron(folder: Path | str, settings: Profile, with_ddp: bool = True) 
             provider.initialize_model_parallel(
                 seed=settings.seed, seed_kwargs={"inference_rng_tracker": True}
             )
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, check_for_nan_in_grad=True)
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, check_for_nan_in_grad=True,
+            use_distributed_optimizer=settings.trainer.distributed_optimizer,
+        )  # fmt: skip
         chunks = provider.provide_distributed_model(
             ddp_config=ddp, wrap_with_ddp=with_ddp, use_cpu_initialization=settings.device == "cpu",
             bf16=settings.model.dtype == "bfloat16", fp16=False, data_parallel_random_init=False,

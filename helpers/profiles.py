@@ -82,6 +82,8 @@ class TrainerSettings:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: int = 1
+    expert_tensor_parallel: int = 1  # more is refused: each rank would add the expert's bias (Megatron-LM 2383)
+    distributed_optimizer: bool = False  # Adam's state spread over the data-parallel ranks (ZeRO-1)
     learning_rate: float = 5e-4
     warmup_steps: int = 5
     decay_steps: int | None = (
@@ -314,6 +316,11 @@ def _check(p: Profile) -> None:
         problems.append(
             f"trainer.ranks = {t.ranks} does not divide into tensor_parallel x pipeline_parallel = "
             f"{t.tensor_parallel} x {t.pipeline_parallel}"
+        )
+    if t.expert_tensor_parallel != 1:
+        problems.append(
+            f"trainer.expert_tensor_parallel = {t.expert_tensor_parallel}: gpt-oss's experts have biases, and Megatron adds them "
+            "once a rank when an expert is split (Megatron-LM 2383); keep 1 and raise trainer.expert_parallel"
         )
     if p.model.num_local_experts % t.expert_parallel:
         problems.append(

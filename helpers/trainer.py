@@ -196,7 +196,7 @@ class MegatronTrainer:
         config = OptimizerConfig(
             optimizer="adam", lr=t.learning_rate, min_lr=0.0, weight_decay=t.weight_decay, adam_beta1=t.beta1,
             adam_beta2=t.beta2, clip_grad=t.clip_grad, bf16=bf16,
-            params_dtype=torch.bfloat16 if bf16 else torch.float32,
+            params_dtype=torch.bfloat16 if bf16 else torch.float32, use_distributed_optimizer=t.distributed_optimizer,
         )  # fmt: skip
         self.optimizer = get_megatron_optimizer(config, self.model.chunks)
         self.scheduler = OptimizerParamScheduler(

@@ -1,4 +1,6 @@
-"""The patch manifest: what the CPU back end replaces in the engines, why, and the hash of the upstream source it was written for.
+"""The patch manifest: what is replaced or corrected in the engines, why, and the hash of the upstream source it was written for.
+
+Nearly all of it is the CPU back end's; helpers/upstream_fixes.py holds on every device.
 
     python -m helpers.cpu.manifest check     # compare the installed packages with manifest.json; non-zero when one moved
     python -m helpers.cpu.manifest write     # after reading the upstream change and adapting the patch
@@ -27,7 +29,7 @@ class Patch:
     module: str
     name: str
     reason: str
-    ours: str  # what replaces it
+    ours: str  # what replaces it, in helpers/cpu or, as upstream_fixes.*, in helpers
     thread: str = ""  # public thread, where there is one
 
     @property
@@ -51,6 +53,12 @@ PATCHES = (
     Patch("megatron.core.transformer.mlp", "MLP.forward",
           "adds the expert bias in place to what may be a view; a forward hook gives it storage of its own (also needed on GPUs)",
           "megatron_backend.clone_expert_outputs"),
+    Patch("megatron.core.transformer.dot_product_attention", "DotProductAttention.__init__",
+          "does not mark the sinks as split over tensor-parallel ranks: the gradient norm misses those of other ranks",
+          "upstream_fixes.sinks_are_sharded", "Megatron-LM 7452 (finding 8), 7530"),
+    Patch("megatron.core.tensor_parallel.layers", "RowParallelLinear.__init__",
+          "marks expert biases for a sum over the tensor-parallel group, though each rank holds experts of its own",
+          "upstream_fixes.expert_biases_are_not_summed", "Megatron-LM 7452, 6099 (relatives)"),
     *(Patch("torch.cuda", name, _CUDA, _RENAME) for name in ("current_device", "set_device", "current_stream", "default_stream", "stream")),
     *(Patch("torch.cuda.streams", name, _CUDA, _RENAME) for name in ("Stream", "Event")),
     Patch("torch.cuda", "synchronize", _CUDA, _RENAME),
@@ -124,7 +132,7 @@ def check() -> list[str]:
             )
         elif now[symbol]["sha256"] != before[symbol]["sha256"]:
             problems.append(
-                f"{symbol} changed upstream: read it, adapt helpers/cpu/{now[symbol]['ours']}, then write the manifest anew"
+                f"{symbol} changed upstream: read it, adapt {now[symbol]['ours']}, then write the manifest anew"
             )
         elif now[symbol] != before[symbol]:
             problems.append(
