@@ -73,6 +73,7 @@ class MegatronTrainer:
 
     def __init__(self, settings: Profile, checkpoint: Path | str, rank: int = 0, store=None):
         self.settings, self.rank, self.steps_done = settings, rank, 0
+        self.checkpoint = Path(checkpoint)
         self.seconds = {"import": prepare_process(settings)}
         import torch
 
@@ -117,6 +118,28 @@ class MegatronTrainer:
 
         self._forward_backward(batch, keep, forward_only=True)
         return torch.cat(kept) if kept else None
+
+    def gradients(self, batch: Batch, loss: Loss | None = None) -> dict[str, Tensor]:
+        """{checkpoint name: gradient of the loss}, fp32, as the optimizer would get it before clipping; no step is taken.
+
+        The bridge only moves numbers, so gradients written over the weights come out in the checkpoint's layout; the
+        weights are put back. With trainable parameters only: a frozen one has gradient 0.
+        """
+        import torch
+
+        self._require_mode()
+        self._zero_gradients()
+        self._finite_gradients(batch, loss or policy_loss(self.settings))
+        parameters = [p for chunk in self.model.chunks for p in chunk.parameters()]
+        kept = [p.detach().clone() for p in parameters]
+        with torch.no_grad():
+            for p in parameters:
+                p.copy_(p.main_grad) if p.requires_grad else p.zero_()
+            gradients = self.export()
+            for p, weight in zip(parameters, kept, strict=True):
+                p.copy_(weight)
+        self._zero_gradients()
+        return gradients
 
     def export(self) -> dict[str, Tensor]:
         """{Hugging Face name: tensor} on the CPU, cloned: the receiver's own, not live parameters."""

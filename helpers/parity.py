@@ -1,0 +1,204 @@
+"""Parity: Megatron against transformers on the same weights, tensor kind by tensor kind, forward and backward.
+
+A comparison of whole models has a blind spot: a tensor that happens not to matter (all zeros, all ones) can be lost or
+exchanged unseen. So each kind of tensor is changed in turn, in both models, and both are asked again: the change must show
+and the two must agree about it. Gradients are compared in the checkpoint's layout.
+
+For small models in float32 on one rank: the whole checkpoint is written and read once a kind.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from helpers.anatomy import layer_types
+from helpers.checkpoints import save_weights
+from helpers.collate import collate
+from helpers.losses import supervised_loss
+from helpers.records import Batch, Episode
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import GptOssForCausalLM
+
+    from helpers.trainer import MegatronTrainer
+
+Kind = tuple[str, str]
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_CHANGE = 0.05  # standard deviation of the noise that is added to a kind of tensor
+
+
+@dataclass(frozen=True)
+class ParityRow:
+    """One kind of tensor in one kind of layer; all largest values over its tensors and all real positions.
+
+    effect: change of a logit when noise is added to these tensors; small means that the row shows little.
+    forward_abs: difference of a logit between the two models with that noise. forward_rel: divided by the largest logit.
+    gradient_abs: difference of a gradient. gradient_rel: divided by the largest gradient of the same tensor.
+    """
+
+    kind: str
+    layers: str  # sliding, full, or - outside the layers
+    effect: float
+    forward_abs: float
+    forward_rel: float
+    gradient_abs: float
+    gradient_rel: float
+
+
+def tensor_kinds(config: object, names: Iterable[str]) -> dict[Kind, list[str]]:
+    """(kind, layers) -> checkpoint names; kind is the name below `model.layers.N.`.
+
+    >>> from helpers.anatomy import GPT_OSS_20B
+    >>> tensor_kinds(GPT_OSS_20B, ["model.layers.1.self_attn.sinks", "lm_head.weight"])
+    {('self_attn.sinks', 'full'): ['model.layers.1.self_attn.sinks'], ('lm_head.weight', '-'): ['lm_head.weight']}
+    """
+    types, kinds = layer_types(config), {}
+    for name in names:
+        match = _LAYER.fullmatch(name)
+        short = types[int(match[1])].removesuffix("_attention") if match else "-"
+        kinds.setdefault((match[2] if match else name, short), []).append(name)
+    return kinds
+
+
+def parity_rows(
+    trainer: MegatronTrainer,
+    reference: GptOssForCausalLM,
+    sequences: Sequence[Sequence[int]],
+    pad_id: int = 0,
+) -> list[ParityRow]:
+    """Compare trainer and reference, which must hold the same weights; both are as before afterwards.
+
+    sequences: token ids of different lengths. Megatron gets them as one right-padded batch, transformers one by one and
+    unpadded, so padding that leaks shows. They must not hold pad_id: transformers gives its embedding no gradient.
+    Raises ValueError for several ranks or pad_id among the tokens.
+    """
+    if trainer.settings.trainer.ranks > 1:
+        raise ValueError(
+            "parity_rows compares one rank with transformers; tests/integration/ranks.py compares ranks"
+        )
+    if any(pad_id in sequence for sequence in sequences):
+        raise ValueError(
+            f"a sequence holds the padding token {pad_id}, whose embedding transformers does not train"
+        )
+    batch = padded_batch(sequences, pad_id)
+    gradients = list(_gradient_gaps(trainer, reference, batch, sequences))
+    plain = reference_logits(reference, sequences)
+    kinds = tensor_kinds(reference.config, (name for name, _ in reference.named_parameters()))
+    rows = []
+    for key, names in kinds.items():
+        with _changed(trainer, reference, names):
+            theirs = reference_logits(reference, sequences)
+            effect, gap = (
+                (theirs - plain).abs().max(),
+                (megatron_logits(trainer, batch, sequences) - theirs).abs().max(),
+            )
+        mine = [(gap_abs, rel) for name, gap_abs, rel in gradients if name in names]
+        worst = [max(column) for column in zip(*mine, strict=True)]
+        rows.append(ParityRow(*key, effect.item(), gap.item(), (gap / theirs.abs().max()).item(), *worst))
+    return rows
+
+
+def padded_batch(sequences: Sequence[Sequence[int]], pad_id: int = 0) -> Batch:
+    """The sequences as one batch whose loss mask covers all but the first token of each."""
+    rows = [
+        Episode(tuple(s[:1]), tuple(s[1:]), (0.0,) * (len(s) - 1), "stop", i) for i, s in enumerate(sequences)
+    ]
+    return collate(rows, None, pad_id)
+
+
+def megatron_logits(trainer: MegatronTrainer, batch: Batch, sequences: Sequence[Sequence[int]]) -> Tensor:
+    """[sum of lengths, V] in fp32, real positions only, without gradient."""
+    import torch
+
+    device = trainer.settings.device
+    with torch.no_grad():
+        logits = trainer.model.module(batch.tokens.to(device), batch.position_ids.to(device), None)
+    return torch.cat([row[: len(s)] for row, s in zip(logits, sequences, strict=True)]).float()
+
+
+def reference_logits(reference: GptOssForCausalLM, sequences: Sequence[Sequence[int]]) -> Tensor:
+    """[sum of lengths, V] in fp32 from transformers, each sequence by itself, without gradient."""
+    import torch
+
+    with torch.no_grad():
+        rows = [reference(torch.tensor([list(s)], device=reference.device)).logits[0] for s in sequences]
+    return torch.cat(rows).float()
+
+
+def reference_gradients(
+    reference: GptOssForCausalLM, sequences: Sequence[Sequence[int]]
+) -> dict[str, Tensor]:
+    """{name: gradient of the mean cross-entropy of all tokens but each sequence's first}, each sequence by itself."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    reference.zero_grad()
+    count = sum(len(s) - 1 for s in sequences)
+    for sequence in sequences:
+        tokens = torch.tensor([list(sequence)], device=reference.device)
+        logits = reference(tokens).logits[0, :-1].float()
+        (cross_entropy(logits, tokens[0, 1:], reduction="sum") / count).backward()
+    gradients = {name: p.grad.detach().clone() for name, p in reference.named_parameters()}
+    reference.zero_grad()
+    return gradients
+
+
+def _gradient_gaps(trainer, reference, batch, sequences) -> Iterator[tuple[str, float, float]]:
+    """(name, largest difference, the same divided by the largest gradient) of every tensor."""
+    ours, theirs = trainer.gradients(batch, supervised_loss), reference_gradients(reference, sequences)
+    for name, gradient in theirs.items():
+        gap, largest = (ours[name].to(gradient) - gradient).abs().max().item(), gradient.abs().max().item()
+        yield name, gap, gap / largest if largest else float(gap > 0)
+
+
+@contextmanager
+def _changed(trainer: MegatronTrainer, reference: GptOssForCausalLM, names: Sequence[str]) -> Iterator[None]:
+    """Both models with noise on these tensors; Megatron takes them through the bridge, as at the start of a run."""
+    import torch
+
+    before = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+    noise = torch.Generator().manual_seed(len(names[0]))
+    after = dict(before)
+    for name in names:
+        step = _CHANGE * torch.randn(before[name].shape, generator=noise)
+        after[name] = before[name] + step.to(before[name])
+    try:
+        _load(trainer, reference, after)
+        yield
+    finally:
+        _load(trainer, reference, before)
+
+
+def _load(trainer: MegatronTrainer, reference: GptOssForCausalLM, weights: dict[str, Tensor]) -> None:
+    from helpers.bridge import quiet_libraries
+
+    template = Path(trainer.checkpoint)
+    with tempfile.TemporaryDirectory() as folder, quiet_libraries():
+        saved = save_weights({k: v.cpu() for k, v in weights.items()}, template, Path(folder) / "changed")
+        trainer.model.bridge.load_hf_weights(trainer.model.chunks, str(saved))
+    reference.load_state_dict(weights)
+
+
+def parity_table(rows: Sequence[ParityRow]) -> str:
+    """The rows as text, one a line."""
+    head = (
+        f"{'kind':38}{'layers':9}{'effect':>9}{'forward':>10}{'relative':>10}{'gradient':>10}{'relative':>10}"
+    )
+    lines = [
+        f"{r.kind:38}{r.layers:9}{r.effect:9.1e}{r.forward_abs:10.1e}{r.forward_rel:10.1e}{r.gradient_abs:10.1e}{r.gradient_rel:10.1e}"
+        for r in rows
+    ]
+    return "\n".join([head, *lines])
+
+
+def parity_columns(rows: Sequence[ParityRow]) -> dict[str, list]:
+    """The rows as columns, for results.write_csv or a figure's data."""
+    records = [asdict(row) for row in rows]
+    return {name: [record[name] for record in records] for name in records[0]}
