@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from helpers.checkpoints import check_megatron_import
 from helpers.profiles import DEVICE_VARIABLE, Profile
 from helpers.upstream_fixes import correct_models
 
@@ -123,7 +124,7 @@ def make_provider(bridge, settings: Profile, load_weights: bool = True):
     if settings.device == "cpu":
         from helpers.cpu.megatron_backend import configure_provider
 
-        configure_provider(provider)
+        configure_provider(provider, settings.model.dtype)
     provider.finalize()
     return provider
 
@@ -132,12 +133,14 @@ def load_megatron(folder: Path | str, settings: Profile, with_ddp: bool = True) 
     """The checkpoint in `folder` as a Megatron model of this rank; call prepare_process and start_ranks first.
 
     with_ddp: wrap in Megatron's DistributedDataParallel (gradient buffers in fp32), as training needs.
+    Raises CheckpointError for a checkpoint that is not whole or that Megatron-Bridge would import wrongly.
     """
     from megatron.bridge import AutoBridge
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallelConfig
 
     start = time.perf_counter()
+    check_megatron_import(folder)
     with quiet_libraries():
         bridge = AutoBridge.from_hf_pretrained(str(folder))
         provider = make_provider(bridge, settings)

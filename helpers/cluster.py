@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from helpers.profiles import Profile
+from helpers.profiles import DEVICE_VARIABLE, Profile
 from helpers.records import Batch, Episode
 from helpers.rollout import LAUNCHER, RolloutServer, SGLangClient, free_port, open_server, roll_out
 from helpers.tasks import Problem
@@ -153,11 +153,9 @@ class TrainerActor:
         return self.describe()
 
     def describe(self) -> dict:
-        """Rank, pid, device and where its time went; the environment is asserted, not assumed."""
-        from helpers.profiles import DEVICE_VARIABLE
-
-        assert os.environ[DEVICE_VARIABLE] == self.settings.device
-        return {"rank": self.rank, "pid": os.getpid(), "device": self.settings.device, **self.trainer.seconds}
+        """Rank, pid, the device that this process was told, the card it got (UUID; "" on a CPU), and where its time went."""
+        told = os.environ.get(DEVICE_VARIABLE, "nothing")
+        return {"rank": self.rank, "pid": os.getpid(), "device": told, "card": _card(), **self.trainer.seconds}
 
     def update(self, batch: Batch) -> dict[str, float]:
         return self.trainer.update(batch)
@@ -189,6 +187,35 @@ class TrainerActor:
 
         weights = self.trainer.export()
         return str(save_weights(weights, Path(self.checkpoint), Path(folder))) if self.rank == 0 else ""
+
+
+def _card() -> str:
+    """UUID of this process's current GPU, "" where torch sees none."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else ""
+
+
+def check_ranks(ranks: Sequence[dict], device: str) -> None:
+    """Raise ClusterError unless each trainer rank is a process and, on GPUs, has a card of its own. ranks: their describe().
+
+    Ray and the engines both set CUDA_VISIBLE_DEVICES: mask it twice and a rank sees no card, or that of its neighbour
+    (verl 589, 1752; NeMo-RL 2252).
+    """
+    wrong = {r["rank"]: r["device"] for r in ranks if r["device"] != device}
+    if wrong:
+        raise ClusterError(
+            f"the profile runs on {device!r} and Ray started ranks that were told otherwise (rank: device): {wrong}; start the "
+            "actors with the environment of Profile.process_environment('trainer')"
+        )
+    cards = [r["card"] for r in ranks]
+    if device == "cuda" and ("" in cards or len(set(cards)) < len(cards)):
+        raise ClusterError(
+            f"{len(ranks)} trainer ranks do not have a GPU each: {cards}; unset CUDA_VISIBLE_DEVICES in the actors' environment "
+            "and let Ray assign one card a rank"
+        )
+    if len({r["pid"] for r in ranks}) < len(ranks):
+        raise ClusterError(f"{len(ranks)} trainer ranks share a process: {[r['pid'] for r in ranks]}")
 
 
 class RolloutActor:
@@ -279,7 +306,9 @@ class GrpoCluster:
             tuple(ray.get([e.wait.remote() for e in self.engines], timeout=timeout)),
             self.settings.rollout.request_timeout,
         )
-        return ray.get(self._built, timeout=timeout)
+        ranks = ray.get(self._built, timeout=timeout)
+        check_ranks(ranks, self.settings.device)
+        return ranks
 
     # --- the calls of one step ----------------------------------------------------------------------------------------
     def roll_out(self, problems: Sequence[Problem], greedy: bool = False) -> list[Episode]:

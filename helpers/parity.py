@@ -88,7 +88,7 @@ def parity_rows(
             f"a sequence holds the padding token {pad_id}, whose embedding transformers does not train"
         )
     batch = padded_batch(sequences, pad_id)
-    gradients = list(_gradient_gaps(trainer, reference, batch, sequences))
+    gradients = gradient_gaps(trainer, reference, sequences, pad_id)
     plain = reference_logits(reference, sequences)
     kinds = tensor_kinds(reference.config, (name for name, _ in reference.named_parameters()))
     rows = []
@@ -99,8 +99,7 @@ def parity_rows(
                 (theirs - plain).abs().max(),
                 (megatron_logits(trainer, batch, sequences) - theirs).abs().max(),
             )
-        mine = [(gap_abs, rel) for name, gap_abs, rel in gradients if name in names]
-        worst = [max(column) for column in zip(*mine, strict=True)]
+        worst = [max(column) for column in zip(*(gradients[name] for name in names), strict=True)]
         rows.append(ParityRow(*key, effect.item(), gap.item(), (gap / theirs.abs().max()).item(), *worst))
     return rows
 
@@ -150,12 +149,22 @@ def reference_gradients(
     return gradients
 
 
-def _gradient_gaps(trainer, reference, batch, sequences) -> Iterator[tuple[str, float, float]]:
-    """(name, largest difference, the same divided by the largest gradient) of every tensor."""
-    ours, theirs = trainer.gradients(batch, supervised_loss), reference_gradients(reference, sequences)
-    for name, gradient in theirs.items():
-        gap, largest = (ours[name].to(gradient) - gradient).abs().max().item(), gradient.abs().max().item()
-        yield name, gap, gap / largest if largest else float(gap > 0)
+def gradient_gaps(
+    trainer: MegatronTrainer,
+    reference: GptOssForCausalLM,
+    sequences: Sequence[Sequence[int]],
+    pad_id: int = 0,
+) -> dict[str, tuple[float, float]]:
+    """{checkpoint name: (largest difference of a gradient, the same divided by the largest gradient of the tensor)}.
+
+    The loss is the mean cross-entropy of all tokens but each sequence's first, padded in Megatron, unpadded in transformers.
+    """
+    ours = trainer.gradients(padded_batch(sequences, pad_id), supervised_loss)
+    gaps = {}
+    for name, theirs in reference_gradients(reference, sequences).items():
+        gap, largest = (ours[name].to(theirs) - theirs).abs().max().item(), theirs.abs().max().item()
+        gaps[name] = gap, gap / largest if largest else float(gap > 0)
+    return gaps
 
 
 @contextmanager
@@ -177,13 +186,34 @@ def _changed(trainer: MegatronTrainer, reference: GptOssForCausalLM, names: Sequ
 
 
 def _load(trainer: MegatronTrainer, reference: GptOssForCausalLM, weights: dict[str, Tensor]) -> None:
-    from helpers.bridge import quiet_libraries
-
-    template = Path(trainer.checkpoint)
-    with tempfile.TemporaryDirectory() as folder, quiet_libraries():
-        saved = save_weights({k: v.cpu() for k, v in weights.items()}, template, Path(folder) / "changed")
-        trainer.model.bridge.load_hf_weights(trainer.model.chunks, str(saved))
+    with tempfile.TemporaryDirectory() as folder:
+        plain = {name: tensor.cpu() for name, tensor in weights.items()}
+        trainer.load_weights(save_weights(plain, trainer.checkpoint, Path(folder) / "changed"))
     reference.load_state_dict(weights)
+
+
+def parity_failures(
+    rows: Sequence[ParityRow], forward: float = 1e-4, gradient: float = 1e-3, effect: float = 1e-2
+) -> list[str]:
+    """One sentence for each row that breaks a limit; empty when the two models agree and every row could have shown it.
+
+    forward: limit of forward_abs (logit). gradient: limit of gradient_rel. effect: least effect (logit) of a row that counts.
+    A comparison with NaN fails.
+    """
+    problems = []
+    for row in rows:
+        where = f"{row.kind} ({row.layers})"
+        if not row.effect > effect:
+            problems.append(
+                f"{where}: changing it moves no logit by more than {row.effect:.1e}, so the row shows nothing"
+            )
+        if not row.forward_abs < forward:
+            problems.append(f"{where}: forward differs by {row.forward_abs:.1e}, the limit is {forward:.0e}")
+        if not row.gradient_rel < gradient:
+            problems.append(
+                f"{where}: gradient differs by {row.gradient_rel:.1e} of its size, the limit is {gradient:.0e}"
+            )
+    return problems
 
 
 def parity_table(rows: Sequence[ParityRow]) -> str:

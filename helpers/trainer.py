@@ -84,6 +84,7 @@ class MegatronTrainer:
         self._freeze()
         with quiet_libraries():
             self._build_optimizer()
+        self._require_fresh_master_weights()
 
     # --- what one step needs ------------------------------------------------------------------------------------------
     def update(self, batch: Batch, loss: Loss | None = None) -> dict[str, float]:
@@ -146,6 +147,33 @@ class MegatronTrainer:
         self._require_mode()
         return {name: tensor.clone().contiguous() for name, tensor in export_weights(self.model)}
 
+    def load_weights(self, folder: Path | str) -> None:
+        """Another checkpoint of the same shape, master weights included; optimizer moments and step count stay as they are."""
+        self._require_mode()
+        with quiet_libraries():
+            self.model.bridge.load_hf_weights(self.model.chunks, str(folder))
+        self.optimizer.reload_model_params()
+        self._require_fresh_master_weights()
+
+    def stale_master_weights(self) -> list[str]:
+        """Parameters of this rank whose fp32 master copy, rounded, is not the parameter. In fp32 there are no copies.
+
+        An optimizer step starts from the master copy: a stale one throws the weights back to what they were (Megatron-LM
+        4042, NeMo-RL 2372; seen with CPU-offloaded Adam and with weights loaded after the optimizer was built).
+        """
+        stale = []
+        for chunk in self.model.chunks:
+            for name, parameter in chunk.named_parameters():
+                master = getattr(parameter, "main_param", None)
+                if master is None:
+                    continue
+                held = parameter.detach().view(-1)
+                if getattr(parameter, "main_param_sharded", False):
+                    held = held[self._shard_range(parameter)]
+                if not bool((master.detach().view(-1).to(held) == held).all()):
+                    stale.append(name.removeprefix("module.").removeprefix("module."))
+        return stale
+
     def save(self, folder: Path | str) -> Path:
         """Write model, optimizer, schedule, random state and step count as a Megatron distributed checkpoint.
 
@@ -192,6 +220,7 @@ class MegatronTrainer:
         self.scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(state["random"])
         self.steps_done = state["steps_done"]
+        self._require_fresh_master_weights()
         return self.steps_done
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -200,6 +229,22 @@ class MegatronTrainer:
             from helpers.cpu.megatron_backend import require_mode
 
             require_mode()
+
+    def _require_fresh_master_weights(self) -> None:
+        stale = self.stale_master_weights()
+        if stale:
+            raise RuntimeError(
+                f"{len(stale)} master weights are not those of the model (first: {stale[0]}): the next step would undo the "
+                "load. Call optimizer.reload_model_params() after every change of the weights from outside"
+            )
+
+    def _shard_range(self, parameter) -> slice:
+        """The part of a flat parameter whose master copy this data-parallel rank holds (distributed optimizer)."""
+        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            if parameter in getattr(optimizer, "model_param_gbuf_map", {}):
+                owned = optimizer._get_model_param_range_map(parameter)["param"]
+                return slice(owned.start, owned.end)
+        return slice(0, 0)
 
     def _freeze(self) -> None:
         if self.settings.trainer.freeze_experts:

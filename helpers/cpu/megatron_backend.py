@@ -226,19 +226,20 @@ def clone_expert_outputs(models: list) -> list:
     return models
 
 
-def configure_provider(provider):
-    """The public settings of a GPTModelProvider that a CPU needs. Returns the provider."""
+def configure_provider(provider, dtype: str = "float32"):
+    """The public settings of a GPTModelProvider that a CPU needs, with weights of this dtype. Returns the provider."""
     import torch
     from megatron.bridge.models.gpt_provider import local_layer_spec
 
     provider.transformer_layer_spec = local_layer_spec  # no TransformerEngine
     fused_on_gpu_only = (
         "moe_grouped_gemm", "moe_permute_fusion", "masked_softmax_fusion", "bias_activation_fusion",
-        "gradient_accumulation_fusion", "persist_layer_norm", "apply_rope_fusion", "bf16",
+        "gradient_accumulation_fusion", "persist_layer_norm", "apply_rope_fusion",
     )  # fmt: skip
     for name in fused_on_gpu_only:
         setattr(provider, name, False)
     provider.use_cpu_initialization = True
-    provider.params_dtype = provider.pipeline_dtype = provider.autocast_dtype = torch.float32
+    provider.bf16 = dtype == "bfloat16"
+    provider.params_dtype = provider.pipeline_dtype = provider.autocast_dtype = getattr(torch, dtype)
     provider.register_pre_wrap_hook(clone_expert_outputs)
     return provider

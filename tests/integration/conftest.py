@@ -139,3 +139,53 @@ def reference(load_reference, checkpoint):
 def processes():
     """What the tests of starts and ends share: start_parent, kill_parent, living."""
     return SimpleNamespace(start_parent=start_parent, kill_parent=kill_parent, living=living)
+
+
+# --- a model in which nothing equals anything ---------------------------------------------------------------------------
+AWKWARD = {
+    "hidden_size": 80, "intermediate_size": 112, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16,
+    "num_local_experts": 5, "num_experts_per_tok": 3, "num_hidden_layers": 4, "vocab_size": 72, "sliding_window": 16,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def awkward(settings):
+    """Settings of a gpt-oss of awkward shapes: 6 heads (96 wide), 5 experts, hidden 80, inner 112, two layers of each kind."""
+    return load_profile(
+        "cpu", **{"trainer.learning_rate": 1e-3}, **{f"model.{k}": v for k, v in AWKWARD.items()}
+    )
+
+
+@pytest.fixture(scope="session")
+def awkward_checkpoint(awkward):
+    """Its checkpoint: noise on every tensor, sinks of the size of attention scores and larger, experts that meet the clamp."""
+    import torch
+    from safetensors.torch import load_file
+
+    from helpers.checkpoints import save_weights, write_tiny_checkpoint
+
+    random = write_tiny_checkpoint(awkward, awkward.runs / "awkward-random")
+    generator = torch.Generator().manual_seed(1)
+    weights = load_file(random / "model.safetensors")
+    for name, tensor in weights.items():
+        scale = {"sinks": 3.0, "gate_up_proj": 0.5}.get(name.rpartition(".")[2], 0.1)
+        weights[name] = tensor + scale * torch.randn(tensor.shape, generator=generator)
+    return save_weights(weights, random, awkward.runs / "awkward-uneven")
+
+
+@pytest.fixture(scope="session")
+def awkward_sequences():
+    """Random tokens without the padding token, from shorter than the window to three of it."""
+    import torch
+
+    generator, window = torch.Generator().manual_seed(0), AWKWARD["sliding_window"]
+    lengths = (5, window - 1, window, window + 1, 2 * window + 1, 3 * window)
+    return [torch.randint(1, AWKWARD["vocab_size"], (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.fixture(scope="session")
+def awkward_trainer(awkward, awkward_checkpoint, trainer):
+    """Megatron with that model. (`trainer` comes first: one gloo group and one parallel state a process.)"""
+    from helpers.trainer import MegatronTrainer
+
+    return MegatronTrainer(awkward, awkward_checkpoint)

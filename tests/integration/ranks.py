@@ -118,6 +118,25 @@ def measure(settings, checkpoint: Path, rank: int) -> dict:
     return {"difference": difference, "logits": logits, "steps": steps, "weights": trainer.export()}
 
 
+def master_weights(world: int, checkpoint: Path, rank: int) -> dict:
+    """In bf16 with the distributed optimizer: stale fp32 shards at step 0, after a step, and after a change behind its back."""
+    import torch
+
+    from helpers.trainer import MegatronTrainer
+
+    changes = {"trainer.ranks": world, "trainer.distributed_optimizer": True, "model.dtype": "bfloat16"}
+    trainer = MegatronTrainer(load_profile("cpu", **changes), checkpoint, rank)
+    found = {"at the start": trainer.stale_master_weights()}
+    trainer.update(make_batch())
+    found["after a step"] = trainer.stale_master_weights()
+    with torch.no_grad():
+        for chunk in trainer.model.chunks:
+            for parameter in chunk.parameters():
+                parameter.add_(1.0)
+    held = [p.main_param for c in trainer.model.chunks for p in c.parameters() if p.main_param is not None]
+    return found | {"behind its back": trainer.stale_master_weights(), "shards": len(held)}
+
+
 def run_rank(rank: int, world: int, port: int, checkpoint: Path, out: Path) -> None:
     """One rank: join the group once, then go through the layouts."""
     import torch
@@ -134,6 +153,8 @@ def run_rank(rank: int, world: int, port: int, checkpoint: Path, out: Path) -> N
             torch.save(result, out / f"{world}-{name}.pt")
         dist.barrier()
         parallel_state.destroy_model_parallel()
+    if world == 2:
+        torch.save(master_weights(world, checkpoint, rank), out / f"masters-{rank}.pt")
     dist.destroy_process_group()
 
 

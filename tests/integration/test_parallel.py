@@ -82,6 +82,14 @@ def test_uncorrected_expert_biases_are_caught(results):
     assert gap(results, "2-tp2-ep2-uncorrected", "loss") > 1e-5
 
 
+@pytest.mark.parametrize("rank", (0, 1))
+def test_master_shards_of_the_distributed_optimizer_are_those_of_the_model(results, rank):
+    """Pitfall 17 in bf16: each rank holds fp32 copies of its share, some parameters whole, some in part, some not at all."""
+    found = results[f"masters-{rank}"]
+    assert found["at the start"] == found["after a step"] == []
+    assert 0 < found["shards"] == len(found["behind its back"])
+
+
 def test_split_experts_are_refused():
     with pytest.raises(ValueError, match="expert_tensor_parallel = 2: gpt-oss's experts have biases"):
         load_profile(

@@ -1,6 +1,8 @@
-"""Which placement-group bundle each actor takes, without starting Ray."""
+"""Which placement-group bundle each actor takes, and what started ranks must look like; without starting Ray."""
 
-from helpers.cluster import _bundles
+import pytest
+
+from helpers.cluster import ClusterError, _bundles, check_ranks
 from helpers.profiles import load_profile
 
 
@@ -13,3 +15,28 @@ def test_on_gpus_trainer_and_engine_share_a_card():
     assert _bundles(load_profile("gpu")) == ([{"CPU": 2, "GPU": 1}], [0])
     bundles, engines = _bundles(load_profile("cluster"))
     assert len(bundles) == 8 and engines == [0]
+
+
+def ranks(**changes):
+    """Two sound GPU ranks, rank 1 with changes."""
+    sound = [{"rank": i, "pid": 100 + i, "device": "cuda", "card": f"GPU-{i}"} for i in (0, 1)]
+    return [sound[0], sound[1] | changes]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"card": "GPU-0"}, "do not have a GPU each"),  # both on one card
+        ({"card": ""}, "do not have a GPU each"),  # masked twice: it sees none
+        ({"device": "cpu"}, r"told otherwise .*\{1: 'cpu'\}"),
+        ({"pid": 100}, "share a process"),
+    ],
+)
+def test_ranks_that_ray_placed_wrongly_are_refused(changes, message):
+    check_ranks(ranks(), "cuda")
+    with pytest.raises(ClusterError, match=message):
+        check_ranks(ranks(**changes), "cuda")
+
+
+def test_ranks_on_a_cpu_have_no_card():
+    check_ranks([r | {"card": "", "device": "cpu"} for r in ranks()], "cpu")
