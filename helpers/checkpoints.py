@@ -5,49 +5,80 @@ torch and transformers are imported inside the functions: the kernel of notebook
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import logging
-import os
 import re
-import shutil
-import tempfile
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from helpers.harmony import encode, load_tokenizer
+from helpers.anatomy import tensor_shapes
+from helpers.harmony import CHAT_TEMPLATE, encode, load_tokenizer
+from helpers.mxfp4 import dequantised_checkpoint
 from helpers.profiles import ModelSettings, Profile
+from helpers.tensor_files import (
+    CheckpointError, CheckpointReport, TensorSpec, TensorWriter, check_checkpoint, copy_companions, dtype_name, is_quantised,
+    plain_config, publish_folder, read_config,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
 WORDS = ("user", "assistant", "analysis", "final")  # single tokens, as in o200k_harmony
 CHARACTERS = tuple("0123456789+-*/=,.:;? ()<>")
+# These came later and took the first reserved ids: every other id is what it was in recorded runs. The names of the
+# special tokens are words too, so that a typed <|end|> has ids of its own: "<", "|", "end", "|", ">".
+LATER_TOKENS = (
+    "<|call|>", "|", "system", "developer", "commentary",
+    "endoftext", "start", "channel", "message", "end", "return", "call",
+)  # fmt: skip
+HUB_FILES = ["*.json", "*.jinja", "*.safetensors"]
+HUB_DUPLICATES = ["original/*", "metal/*"]  # the weights of openai/gpt-oss-* twice more, for other engines
 PAD_TOKEN, END_TOKEN = "<|endoftext|>", "<|return|>"
 
 
 def tiny_vocabulary(size: int) -> dict[str, int]:
     """Token -> id: harmony's special tokens, its words, digits and punctuation, and reserved tokens up to `size`."""
-    tokens = [*SPECIAL_TOKENS, *WORDS, *CHARACTERS]
-    if size < len(tokens):
+    first = [*SPECIAL_TOKENS, *WORDS, *CHARACTERS]
+    tokens = [*first, *LATER_TOKENS]
+    if size <= len(tokens):  # the last reserved one stands for unknown text
         raise ValueError(
-            f"model.vocab_size = {size} is too small: the tiny tokenizer needs {len(tokens)} tokens"
+            f"model.vocab_size = {size} is too small: the tiny tokenizer needs {len(tokens) + 1} tokens"
         )
-    tokens += [f"<|reserved_{i}|>" for i in range(size - len(tokens))]
+    tokens += [f"<|reserved_{i - len(first)}|>" for i in range(len(tokens), size)]
     return {token: i for i, token in enumerate(tokens)}
 
 
 def write_tiny_tokenizer(folder: Path, size: int) -> None:
-    """tokenizer.json and tokenizer_config.json of a one-token-a-word tokenizer with harmony's special tokens."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    """A one-token-a-word tokenizer with harmony's special tokens: tokenizer.json, tokenizer_config.json and the
+    chat template beside them, for transformers' AutoTokenizer.
+
+    The special tokens are added tokens, as in gpt-oss's own file; the words' pattern does not know them. So text is
+    split at them only where the caller allows it (helpers.harmony.encode, not encode_spans).
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = tiny_vocabulary(size)
-    longest_first = sorted(vocabulary, key=len, reverse=True)
-    pattern = "|".join(re.escape(token) for token in longest_first)
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=list(vocabulary)[-1]))
+    special = [token for token in vocabulary if token.startswith("<|")]
+    longest_first = sorted(vocabulary.keys() - set(special), key=lambda word: (-len(word), word))
+    pattern = "|".join(re.escape(word) for word in longest_first)
+    unknown = list(vocabulary)[-1]
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_TOKEN, "pad_token": PAD_TOKEN}
+    names = {"eos_token": END_TOKEN, "pad_token": PAD_TOKEN, "unk_token": unknown}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
 def gpt_oss_config(model: ModelSettings):
@@ -97,25 +128,29 @@ def write_tiny_checkpoint(settings: Profile, folder: Path | None = None) -> Path
 def starting_checkpoint(settings: Profile) -> Path:
     """The checkpoint that settings.model names: generated here, a local folder, or a repository of the Hugging Face hub.
 
-    Raises FileNotFoundError for a folder without one, ConnectionError when the hub does not give it.
+    For an MXFP4 checkpoint it is the plain copy that rollout_checkpoint makes. Megatron-Bridge reads MXFP4 as well, but
+    de-quantises each fused tensor once for every expert in it (measured with 32 experts: 2.4 s against 0.5 s).
+    Raises FileNotFoundError for a folder without one, CheckpointError for one that is not whole, ConnectionError when the
+    hub does not give it.
     """
     model = settings.model
     if model.source == "generated":
         return write_tiny_checkpoint(settings)
     if model.source == "folder":
-        return require_checkpoint(Path(model.path))
+        return rollout_checkpoint(settings, require_checkpoint(Path(model.path)))
     if model.source != "hub":
         raise ValueError(f"model.source is {model.source!r}; it can be generated, folder or hub")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(model.path, allow_patterns=["*.json", "*.safetensors"]))
+        folder = snapshot_download(model.path, allow_patterns=HUB_FILES, ignore_patterns=HUB_DUPLICATES)
     except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
         raise ConnectionError(
             f"the hub did not give {model.path!r} ({type(error).__name__}); check the name and the network, or download it "
             "elsewhere and set model.source = 'folder', model.path = its folder"
         ) from error
+    return rollout_checkpoint(settings, folder)
 
 
 def _save(model, settings: Profile, folder: Path) -> None:
@@ -125,32 +160,121 @@ def _save(model, settings: Profile, folder: Path) -> None:
     write_tiny_tokenizer(folder, settings.model.vocab_size)
 
 
-def publish_folder(folder: Path, write) -> Path:
-    """Call write(temporary folder) and put the result in place of `folder` in one rename."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+def save_streamed(
+    weights: Iterable[tuple[str, Tensor]],
+    template: Path | str,
+    folder: Path | str,
+    dtype: torch.dtype | None = None,
+    shard_bytes: float = 5e9,
+) -> Path:
+    """A Hugging Face folder with these weights, written while they arrive, and everything else copied from `template`.
+
+    weights: (name, tensor) of every tensor of the template's model, in any order, for instance
+    helpers.bridge.export_weights(model). One of them is in memory at a time: names and shapes are known from config.json, so
+    each goes to its place in the file at once. Larger models than `shard_bytes` are split, with an index.
+    dtype: of all tensors in the file; None: each as the template stores it (bfloat16 for what is MXFP4 there), and another
+    dtype that arrives is refused rather than rounded.
+    Raises CheckpointError for a name, shape or dtype that does not fit and for one that never comes; nothing is published
+    then. The export is collective, so what is left of it is taken from `weights` before the error goes on.
+    """
+    stream = iter(weights)
     try:
-        write(temporary)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(temporary, folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        specs, config = _export_plan(Path(template), dtype)
+        return publish_folder(
+            Path(folder),
+            lambda new: _write_export(
+                stream, specs, config, Path(template), new, shard_bytes, dtype is not None
+            ),
+        )
+    except Exception:
+        deque(stream, maxlen=0)
         raise
-    return folder
 
 
-def save_weights(weights: dict, template: Path, folder: Path) -> Path:
-    """A Hugging Face folder with these weights ({name: tensor}) and everything else copied from `template`."""
-    from safetensors.torch import save_file
+def _export_plan(template: Path, dtype: torch.dtype | None) -> tuple[dict[str, TensorSpec], dict | None]:
+    """What the files will hold, and the config to write; None: the template's config.json as it is."""
+    config = read_config(template)
+    shapes, quantised = tensor_shapes(config), is_quantised(config)
+    if dtype is not None:
+        named = str(dtype).removeprefix("torch.")
+        specs = {name: TensorSpec(dtype_name(dtype), shape) for name, shape in shapes.items()}
+        same = config.get("dtype", config.get("torch_dtype")) == named
+        return specs, None if same and not quantised else plain_config(config, named)
+    stored = check_checkpoint(template).tensors
+    specs = {
+        name: TensorSpec(stored[name].dtype if name in stored else "BF16", shape)
+        for name, shape in shapes.items()
+    }
+    return specs, plain_config(config, "bfloat16") if quantised else None
 
-    def write(temporary: Path) -> None:
-        for file in Path(template).iterdir():
-            if file.suffix != ".safetensors" and file.is_file():
-                shutil.copy(file, temporary)
-        save_file(weights, str(temporary / "model.safetensors"), metadata={"format": "pt"})
 
-    return publish_folder(folder, write)
+def _write_export(
+    stream: Iterable[tuple[str, Tensor]],
+    specs: dict[str, TensorSpec],
+    config: dict | None,
+    template: Path,
+    folder: Path,
+    shard_bytes: float,
+    convert: bool,
+) -> None:
+    with TensorWriter(folder, specs, shard_bytes, convert=convert) as writer:
+        for name, tensor in stream:
+            writer.write(name, tensor)
+            del tensor  # else it lives until the next one is there
+    copy_companions(template, folder)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def save_weights(weights: dict[str, Tensor], template: Path | str, folder: Path | str) -> Path:
+    """save_streamed for weights that are in memory already; they keep their dtype when all have the same."""
+    dtypes = {tensor.dtype for tensor in weights.values()}
+    return save_streamed(weights.items(), template, folder, dtypes.pop() if len(dtypes) == 1 else None)
+
+
+def rollout_checkpoint(settings: Profile, folder: Path | str) -> Path:
+    """The checkpoint that a rollout server starts from: `folder`, or a plain copy of it where it is in MXFP4.
+
+    SGLang drops expert updates without a word once it has loaded MXFP4 (models/gpt_oss.py, 0.5.17), so it never gets to see
+    that form. The copy lies in runs/<profile>/checkpoints, is made once for each state of the source's files, and takes 3
+    times its space (gpt-oss-20b: 42 GB).
+    """
+    report = check_checkpoint(folder)
+    if not report.quantised:
+        return report.folder
+    target = settings.checkpoint(f"{report.folder.name}-{_fingerprint(report)}-plain")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / f".{target.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several engines of one machine start at once
+        if target.exists():
+            return check_checkpoint(target).folder
+        log.info("%s is in MXFP4, which takes no weight updates: writing a plain copy to %s", folder, target)
+        return dequantised_checkpoint(report.folder, target)
+
+
+def _fingerprint(report: CheckpointReport) -> str:
+    """Eight characters that change when the checkpoint is another one or its files change."""
+    files = [report.folder / "config.json", *(report.folder / shard for shard in report.shards)]
+    facts = [str(report.folder.resolve())] + [f"{f.stat().st_size} {f.stat().st_mtime_ns}" for f in files]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
+
+
+def check_megatron_import(folder: Path | str) -> CheckpointReport:
+    """check_checkpoint, and a refusal of the one shape that Megatron-Bridge imports wrongly.
+
+    For hidden_size == 2 * intermediate_size each expert's gate_up_proj is square, and the bridge tells plain checkpoints
+    from MXFP4 by that shape alone (megatron.bridge.models.conversion.param_mapping._align_expert_weight_to_shape): it takes
+    the plain matrix untransposed, without an error. gpt-oss itself (hidden_size == intermediate_size) is not concerned.
+    """
+    report = check_checkpoint(folder)
+    hidden, wide = report.config["hidden_size"], report.config["intermediate_size"]
+    if hidden == 2 * wide:
+        raise CheckpointError(
+            f"{report.folder / 'config.json'}: hidden_size {hidden} is twice intermediate_size {wide}, so that "
+            "model.layers.0.mlp.experts.gate_up_proj is square and Megatron-Bridge cannot see how it is turned; choose another "
+            "intermediate_size"
+        )
+    return report
 
 
 def require_checkpoint(folder: Path) -> Path:

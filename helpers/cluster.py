@@ -183,10 +183,7 @@ class TrainerActor:
 
     def export_checkpoint(self, folder: str) -> str:
         """Write the present weights as a Hugging Face folder (rank 0; the export is collective)."""
-        from helpers.checkpoints import save_weights
-
-        weights = self.trainer.export()
-        return str(save_weights(weights, Path(self.checkpoint), Path(folder))) if self.rank == 0 else ""
+        return str(self.trainer.export_checkpoint(folder) or "")
 
 
 def _card() -> str:

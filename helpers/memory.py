@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -222,14 +222,48 @@ def snapshot(roots: Sequence[int]) -> list[ProcessMemory]:
     return [ProcessMemory(pid, role_of(pid), pss(pid)) for pid in process_tree(roots)]
 
 
+def pss_by_role(roots: Sequence[int]) -> dict[str, int]:
+    """role -> bytes of host memory (PSS) of the roots and everything below them, now."""
+    totals: dict[str, int] = {}
+    for process in snapshot(roots):
+        totals[process.role] = totals.get(process.role, 0) + process.pss
+    return totals
+
+
+def gpu_by_role(roots: Sequence[int]) -> dict[str, int]:
+    """role -> bytes of GPU memory of the roots and everything below them, over all GPUs, now; by NVML, CUDA contexts included.
+
+    Raises RuntimeError where NVML finds no GPU, or does not tell processes apart (some containers).
+    """
+    import pynvml
+
+    tree, totals = set(process_tree(roots)), {}
+    try:
+        pynvml.nvmlInit()
+        for i in range(pynvml.nvmlDeviceGetCount()):
+            for process in pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(i)):
+                if process.pid in tree:
+                    role = role_of(process.pid)
+                    totals[role] = totals.get(role, 0) + int(process.usedGpuMemory or 0)
+    except pynvml.NVMLError as error:
+        raise RuntimeError(f"NVML does not tell GPU memory by process here: {error}") from error
+    return totals
+
+
 class MemoryTimeline:
-    """Samples PSS by role in a thread, and remembers which phase each sample fell into.
+    """Samples memory by role in a thread, and remembers which phase each sample fell into.
 
     `with timeline.phase("rollout"): ...` names a stretch. A sample costs a few milliseconds of kernel time a process.
+    measure: pss_by_role (host) or gpu_by_role.
     """
 
-    def __init__(self, roots: Sequence[int], interval: float = 0.25):
-        self.roots, self.interval = list(roots), interval
+    def __init__(
+        self,
+        roots: Sequence[int],
+        interval: float = 0.25,
+        measure: Callable[[Sequence[int]], dict[str, int]] = pss_by_role,
+    ):
+        self.roots, self.interval, self.measure = list(roots), interval, measure
         self.rows: list[tuple[float, str, str, int]] = []  # seconds, phase, role, bytes
         self._phase, self._stop, self._start = "idle", threading.Event(), time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -253,17 +287,14 @@ class MemoryTimeline:
 
     def sample(self) -> None:
         now, phase = time.monotonic() - self._start, self._phase
-        totals: dict[str, int] = {}
-        for process in snapshot(self.roots):
-            totals[process.role] = totals.get(process.role, 0) + process.pss
-        self.rows += [(now, phase, role, size) for role, size in totals.items()]
+        self.rows += [(now, phase, role, size) for role, size in self.measure(self.roots).items()]
 
     def _run(self) -> None:
         while not self._stop.wait(self.interval):
             self.sample()
 
     def peak_by_phase(self) -> dict[str, dict[str, int]]:
-        """phase -> role -> largest PSS seen, in bytes; phases in order of appearance, without the time between them."""
+        """phase -> role -> most bytes seen; phases in order of appearance, without the time between them."""
         peaks: dict[str, dict[str, int]] = {}
         for _, phase, role, size in self.rows:
             if phase == "idle":

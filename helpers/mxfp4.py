@@ -5,7 +5,7 @@ On disk (openai/gpt-oss-20b), for an expert matrix that computes `out` from `in`
     <name>_scales  uint8 [experts, out, in / 32]      exponent of the block's scale, bias 127
 Everything else is bfloat16. Hugging Face's plain tensor of the same matrix is [experts, in, out].
 
-Left out: fast kernels. This is for reading, testing and writing checkpoints, tensor by tensor.
+Left out: fast kernels. This is for reading, testing and writing checkpoints, expert by expert.
 Sources: OCP Microscaling Formats (MX) specification 1.0; transformers' integrations/mxfp4.py.
 """
 
@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from helpers.anatomy import checkpoint_bytes, component_of, tensor_shapes
-from helpers.checkpoints import publish_folder
+from helpers.anatomy import tensor_shapes
+from helpers.tensor_files import (
+    BLOCK, CheckpointError, CheckpointReport, StoredTensor, TensorSpec, TensorWriter, check_checkpoint, copy_companions,
+    is_matrix, mxfp4_specs, plain_config, publish_folder, read_chunks, read_rows,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BLOCK = 32  # values that share a scale
 BIAS = 127  # of the scale byte
 MAX_EXPONENT = 2  # exponent of E2M1's largest value, 6 = 1.5 * 2**2
 SCALE_NAN = 255  # the one scale byte that is no power of two
@@ -36,7 +36,7 @@ SCALE_NAN = 255  # the one scale byte that is no power of two
 FP4_VALUES = (
     0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
 )  # fmt: skip
-_HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between neighbouring magnitudes
+_SLICE = 2**18  # values that are quantised at a time: a dozen temporaries of a megabyte
 QUANTIZATION_CONFIG = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
@@ -45,7 +45,7 @@ QUANTIZATION_CONFIG = {
 }  # fmt: skip
 
 
-class Mxfp4Error(ValueError):
+class Mxfp4Error(CheckpointError):
     """A tensor or checkpoint that cannot be (de)quantised; the message says what to do next."""
 
 
@@ -92,14 +92,18 @@ def _block_exponents(groups: Tensor) -> Tensor:
 
 
 def _nearest_codes(scaled: Tensor) -> Tensor:
-    """uint8 codes (0 to 15) of the E2M1 values nearest to `scaled`, ties to the even code."""
+    """uint8 codes (0 to 15) of the E2M1 values nearest to `scaled`, ties to the even code.
+
+    Values are 0.5 apart below 2, 1 apart below 4 and 2 apart above; in each range the code is linear in the value, and
+    rounding half to even of that line is rounding to the even code.
+    """
     import torch
 
-    halfway, size = torch.tensor(_HALFWAY), scaled.abs().contiguous()
-    below = torch.bucketize(size, halfway, out_int32=True)
-    above = torch.bucketize(size, halfway, out_int32=True, right=True)  # differs in a tie
-    codes = torch.where(below % 2 == 0, below, above)
-    return (codes + 8 * (torch.signbit(scaled) & (codes > 0))).to(torch.uint8)  # never -0
+    size = scaled.abs()
+    line = torch.where(size < 2, size * 2, torch.where(size < 4, size + 2, size / 2 + 4))
+    codes = line.round_().clamp_(max=7)
+    negative = torch.signbit(scaled) & (codes > 0)  # never -0
+    return codes.add_(negative, alpha=8).to(torch.uint8)
 
 
 def dequantise(blocks: Tensor, scales: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -110,11 +114,12 @@ def dequantise(blocks: Tensor, scales: Tensor, dtype: torch.dtype | None = None)
     import torch
 
     _check_pair(blocks, scales)
-    values = torch.tensor(FP4_VALUES)
-    low, high = values[(blocks & 0x0F).int()], values[(blocks >> 4).int()]
-    elements = torch.stack((low, high), dim=-1).flatten(-2)
-    weight = torch.ldexp(elements, scales.int()[..., None] - BIAS).flatten(-2)
-    return weight.to(dtype or torch.float32)
+    exact = dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
+    values = torch.tensor(FP4_VALUES, dtype=exact)
+    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1)  # [byte, (low, high half)]
+    elements = pairs[blocks.flatten().int()].view(*scales.shape, BLOCK)
+    powers = torch.ldexp(torch.ones(scales.shape), scales.int() - BIAS).to(exact)
+    return elements.mul_(powers[..., None]).flatten(-2).to(dtype or torch.float32)
 
 
 def _check_pair(blocks: Tensor, scales: Tensor) -> None:
@@ -136,7 +141,7 @@ def _check_pair(blocks: Tensor, scales: Tensor) -> None:
 
 
 def quantise_experts(weight: Tensor) -> Mxfp4:
-    """The on-disk pair of a Hugging Face expert tensor [experts, in, out], one expert at a time."""
+    """The on-disk pair of a Hugging Face expert tensor [experts, in, out], a slice of an expert at a time."""
     import torch
 
     if weight.ndim != 3:
@@ -144,8 +149,9 @@ def quantise_experts(weight: Tensor) -> Mxfp4:
             f"an expert tensor is [experts, in, out], this one is {tuple(weight.shape)}: pass the "
             "whole tensor as the Hugging Face checkpoint holds it"
         )
-    pairs = [quantise(expert.T) for expert in weight]  # one at a time: the peak is one expert
-    return Mxfp4(torch.stack([p.blocks for p in pairs]), torch.stack([p.scales for p in pairs]))
+    outputs = max(1, _SLICE // max(weight.shape[1], 1))
+    pairs = [quantise(part.transpose(1, 2).contiguous()) for part in weight.split(outputs, dim=2)]
+    return Mxfp4(torch.cat([p.blocks for p in pairs], 1), torch.cat([p.scales for p in pairs], 1))
 
 
 def dequantise_experts(blocks: Tensor, scales: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -163,189 +169,89 @@ def write_mxfp4_checkpoint(source_folder: Path | str, target_folder: Path | str)
     """Rewrite a plain gpt-oss checkpoint in the form that openai/gpt-oss-20b has on disk.
 
     Takes one safetensors file or shards with an index, and keeps the split. Experts become MXFP4,
-    the rest bfloat16. One tensor is in memory at a time, so 20b fits in a few gigabytes.
+    the rest bfloat16. One expert is in memory at a time, so 20b fits in less than a gigabyte.
     An existing target is refused; a run that is interrupted leaves none.
     """
-    source, target = Path(source_folder), Path(target_folder)
-    if target.exists():
-        raise Mxfp4Error(f"{target} exists already: remove it, or choose another target folder")
-    config = _read_config(source)
-    files = _tensor_files(source, tensor_shapes(config))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _require_space(target.parent, checkpoint_bytes(config, "mxfp4"))
-    return publish_folder(target, lambda folder: _write(source, folder, config, files))
+    report = check_checkpoint(source_folder)
+    if report.quantised:
+        raise Mxfp4Error(f"{report.folder} is quantised already: use it as it is, or name a plain one")
+    config = plain_config(report.config, "bfloat16") | {"quantization_config": QUANTIZATION_CONFIG}
+    specs, files = {}, {}
+    for name, stored in report.tensors.items():
+        new = mxfp4_specs(name, stored.shape) if is_matrix(name) else {name: TensorSpec("BF16", stored.shape)}
+        specs |= new
+        files |= dict.fromkeys(new, stored.file.name)
+
+    def write(folder: Path) -> None:
+        with TensorWriter(folder, specs, files=files, convert=True) as writer:
+            for name, stored in report.tensors.items():
+                (_quantise_into if is_matrix(name) else _copy_into)(writer, name, stored)
+        _finish(report, folder, config)
+
+    return publish_folder(_new(target_folder), write)
 
 
-def _require_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise Mxfp4Error(
-            f"the MXFP4 checkpoint takes {needed / 1e9:.2f} GB and {folder} has "
-            f"{free / 1e9:.2f} GB free: choose a target on a larger disk"
-        )
+def dequantised_checkpoint(folder: Path | str, target: Path | str) -> Path:
+    """A plain copy of an MXFP4 checkpoint in `target`, expert matrices in bfloat16; exact, one expert in memory at a time.
 
-
-def _write(source: Path, folder: Path, config: dict[str, Any], files: Mapping[str, str]) -> None:
-    weight_map: dict[str, str] = {}
-    for file in sorted(set(files.values())):
-        names = [name for name, home in files.items() if home == file]
-        weight_map |= dict.fromkeys(_write_shard(source / file, folder / file, names), file)
-        log.info("wrote %s: %d tensors", file, len(names))
-    if set(files.values()) != {"model.safetensors"}:
-        _write_index(folder, weight_map)
-    for extra in source.iterdir():
-        plain = extra.is_file() and extra.suffix != ".safetensors"
-        if plain and not (folder / extra.name).exists():
-            shutil.copy(extra, folder)
-    config = {k: v for k, v in config.items() if k != "torch_dtype"} | {
-        "dtype": "bfloat16", "quantization_config": QUANTIZATION_CONFIG,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _read_config(source: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((source / "config.json").read_text())
-    except FileNotFoundError:
-        raise Mxfp4Error(
-            f"{source} has no config.json: name the folder of a Hugging Face checkpoint"
-        ) from None
-    except json.JSONDecodeError as error:
-        raise Mxfp4Error(f"{source}/config.json is no JSON ({error}): fetch it again") from error
-    if config.get("model_type") != "gpt_oss":
-        raise Mxfp4Error(
-            f"{source} holds a {config.get('model_type')!r} model: only gpt_oss keeps its experts "
-            "in this form, name a gpt-oss checkpoint"
-        )
-    if "quantization_config" in config:
-        raise Mxfp4Error(f"{source} is quantised already: use it as it is, or name a plain one")
-    return config
-
-
-def _tensor_files(source: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Tensor name -> file name, in file order, after checking every name and shape."""
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for file in _shard_names(source):
-        for name, shape in _shapes_in(source / file).items():
-            found[name] = (file, shape)
-    missing, unknown = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
-    if missing or unknown:
-        raise Mxfp4Error(
-            f"{source} does not hold the tensors that its config.json asks for: {len(missing)} "
-            f"missing (first: {missing[:1]}), {len(unknown)} unknown (first: {unknown[:1]}). "
-            "Check that every shard is there and that config.json belongs to it"
-        )
-    for name, (_, shape) in found.items():
-        if shape != shapes[name]:
-            raise Mxfp4Error(
-                f"{name} is {shape}, config.json asks for {shapes[name]}: the file belongs to "
-                "another config, or is transposed (experts are [expert, in, out])"
-            )
-    return {name: file for name, (file, _) in found.items()}
-
-
-def _shard_names(source: Path) -> list[str]:
-    index = source / "model.safetensors.index.json"
-    if index.is_file():
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    if (source / "model.safetensors").is_file():
-        return ["model.safetensors"]
-    raise Mxfp4Error(
-        f"{source} has neither model.safetensors nor an index of shards: save the model there first"
-    )
-
-
-def _shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt") as shard:
-            return {name: tuple(shard.get_slice(name).get_shape()) for name in shard.keys()}
-    except FileNotFoundError:
-        raise Mxfp4Error(
-            f"{file} is missing, though the index names it: fetch the checkpoint again"
-        ) from None
-    except SafetensorError as error:
-        raise Mxfp4Error(f"{file} is damaged or truncated ({error}): fetch it again") from error
-
-
-def _write_shard(source: Path, target: Path, names: list[str]) -> list[str]:
-    """Write one safetensors file tensor by tensor; returns the names in it.
-
-    By hand, since safetensors' own writer wants all tensors at once. The format: header length
-    (8 bytes, little endian), JSON header, data. bfloat16 goes first, so that it stays aligned.
+    Each value is a code times a power of two, which bfloat16 holds, so the copy equals what transformers gets with
+    Mxfp4Config(dequantize=True). A plain checkpoint is returned as it is. An existing target is refused.
     """
-    from safetensors import safe_open
+    report = check_checkpoint(folder)
+    if not report.quantised:
+        return report.folder
+    specs = {name: _plain_spec(report, name, shape) for name, shape in tensor_shapes(report.config).items()}
 
-    ordered = sorted(names, key=_is_matrix)
-    with safe_open(source, framework="pt") as shard:
-        header = _header({name: shard.get_slice(name).get_shape() for name in ordered})
-        with target.open("wb") as out:
-            _write_header(out, header)
-            for name in ordered:
-                for _, tensor in _converted(name, shard.get_tensor(name)):
-                    _write_data(out, tensor)
-    return list(header)
+    def write(new: Path) -> None:
+        with TensorWriter(new, specs) as writer:
+            for name in specs:
+                if is_matrix(name):
+                    _dequantise_into(writer, name, report.tensors)
+                else:
+                    _copy_into(writer, name, report.tensors[name])
+        _finish(report, new, plain_config(report.config, "bfloat16"))
+
+    return publish_folder(_new(target), write)
 
 
-def _is_matrix(name: str) -> bool:
-    return component_of(name) == "expert matrices"
+def _new(target: Path | str) -> Path:
+    if Path(target).exists():
+        raise Mxfp4Error(f"{target} exists already: remove it, or choose another target folder")
+    return Path(target)
 
 
-def _converted(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The (name, tensor) pairs that replace one plain tensor on disk."""
+def _plain_spec(report: CheckpointReport, name: str, shape: tuple[int, ...]) -> TensorSpec:
+    return TensorSpec("BF16" if is_matrix(name) else report.tensors[name].dtype, shape)
+
+
+def _finish(report: CheckpointReport, folder: Path, config: Mapping[str, Any]) -> None:
+    copy_companions(report.folder, folder)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    log.info("wrote %s from %s: %d tensors", folder, report.folder, len(report.tensors))
+
+
+def _copy_into(writer: TensorWriter, name: str, stored: StoredTensor) -> None:
+    for rows in read_chunks(stored):
+        writer.write_rows(name, rows)
+
+
+def _quantise_into(writer: TensorWriter, name: str, stored: StoredTensor) -> None:
+    for expert in range(stored.shape[0]):
+        try:
+            pair = quantise_experts(read_rows(stored, expert, 1))
+        except Mxfp4Error as error:
+            raise Mxfp4Error(f"{stored.file}: {name}, expert {expert}: {error}") from error
+        writer.write_rows(f"{name}_blocks", pair.blocks)
+        writer.write_rows(f"{name}_scales", pair.scales)
+
+
+def _dequantise_into(writer: TensorWriter, name: str, tensors: Mapping[str, StoredTensor]) -> None:
     import torch
 
-    if _is_matrix(name):
-        pair = quantise_experts(weight)
-        yield from ((f"{name}_blocks", pair.blocks), (f"{name}_scales", pair.scales))
-    else:
-        yield name, weight.to(torch.bfloat16)
-
-
-def _header(shapes: Mapping[str, list[int]]) -> dict[str, dict[str, Any]]:
-    """safetensors header entries of the converted tensors, with their place in the file."""
-    entries, offset = {}, 0
-    for name, shape in shapes.items():
-        for new_name, dtype, size, new_shape in _specs(name, shape):
-            entries[new_name] = {
-                "dtype": dtype, "shape": new_shape, "data_offsets": [offset, offset + size],
-            }  # fmt: skip
-            offset += size
-    return entries
-
-
-def _specs(name: str, shape: list[int]) -> list[tuple[str, str, int, list[int]]]:
-    """(name, dtype, bytes, shape) of what replaces one plain tensor; agrees with `_converted`."""
-    if not _is_matrix(name):
-        return [(name, "BF16", 2 * math.prod(shape), list(shape))]
-    experts, inputs, outputs = shape
-    if inputs % BLOCK:
-        raise Mxfp4Error(
-            f"{name} has {inputs} inputs, which do not divide by {BLOCK}: choose hidden_size and "
-            f"intermediate_size as multiples of {BLOCK}"
-        )
-    scales = [experts, outputs, inputs // BLOCK]
-    return [
-        (f"{name}_blocks", "U8", math.prod(scales) * (BLOCK // 2), [*scales, BLOCK // 2]),
-        (f"{name}_scales", "U8", math.prod(scales), scales),
-    ]
-
-
-def _write_header(out: IO[bytes], entries: Mapping[str, Any]) -> None:
-    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    out.write(len(text).to_bytes(8, "little"))
-    out.write(text)
-
-
-def _write_data(out: IO[bytes], tensor: Tensor) -> None:
-    import torch
-
-    out.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-
-
-def _write_index(folder: Path, weight_map: Mapping[str, str]) -> None:
-    size = sum((folder / file).stat().st_size for file in set(weight_map.values()))
-    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    blocks, scales = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
+    for expert in range(blocks.shape[0]):
+        pair = read_rows(blocks, expert, 1), read_rows(scales, expert, 1)
+        try:
+            writer.write_rows(name, dequantise_experts(*pair, torch.bfloat16))
+        except Mxfp4Error as error:
+            raise Mxfp4Error(f"{scales.file}: {name}_scales, expert {expert}: {error}") from error

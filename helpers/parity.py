@@ -217,12 +217,11 @@ def parity_failures(
 
 
 def parity_table(rows: Sequence[ParityRow]) -> str:
-    """The rows as text, one a line."""
-    head = (
-        f"{'kind':38}{'layers':9}{'effect':>9}{'forward':>10}{'relative':>10}{'gradient':>10}{'relative':>10}"
-    )
+    """The rows as text, one a line; "relative" belongs to the column on its left."""
+    head = f"{'kind':33}{'layers':8}{'effect':>8}{'forward':>9}{'relative':>9}{'gradient':>9}{'relative':>9}"
     lines = [
-        f"{r.kind:38}{r.layers:9}{r.effect:9.1e}{r.forward_abs:10.1e}{r.forward_rel:10.1e}{r.gradient_abs:10.1e}{r.gradient_rel:10.1e}"
+        f"{r.kind:33}{r.layers:8}{r.effect:8.1e}"
+        + "".join(f"{x:9.1e}" for x in (r.forward_abs, r.forward_rel, r.gradient_abs, r.gradient_rel))
         for r in rows
     ]
     return "\n".join([head, *lines])

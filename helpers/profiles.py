@@ -192,6 +192,8 @@ class Profile:
         if role not in ("kernel", "trainer", "server"):
             raise ValueError(f"unknown process role {role!r}: use kernel, trainer or server")
         env = {DEVICE_VARIABLE: self.device, **_COMMON_ENVIRONMENT}
+        if role == "server":
+            env |= _SERVER_ENVIRONMENT
         if self.device == "cpu":
             env |= _CPU_ENVIRONMENT
             if role == "server":
@@ -213,6 +215,9 @@ _CPU_ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",  # the tiny model is generated; a hub look-up would only hang
 }
+# SGLang asks the network for harmony's vocabulary at each start of a gpt-oss server when openai-harmony is installed, for an
+# endpoint that this course does not use. A folder without that file makes it give up at once.
+_SERVER_ENVIRONMENT = {"TIKTOKEN_ENCODINGS_BASE": str(PROJECT_ROOT / "helpers")}
 _CPU_SERVER_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     # the stub of the CUDA-only sgl_kernel is seen by CPU servers alone: on a GPU it would shadow the real kernels

@@ -107,7 +107,10 @@ def figures_table(recorded: Path) -> str:
 
 
 KEY_METRICS = {
-    "02_bridge": ("parity_megatron_hf_max_abs_logit", "parity_gradient_max_relative", "export_unequal", "warm_start_loss"),
+    "02_bridge": (
+        "parity_megatron_hf_max_abs_logit", "parity_gradient_max_relative", "parity_kinds", "parity_kinds_failed",
+        "faults_planted", "faults_unseen", "export_unequal", "warm_start_loss",
+    ),
     "03_rollout": ("parity_sglang_hf_max_abs_logprob", "sync_kinds_checked", "sync_max_abs_logprob_error", "rollout_tokens_per_second"),
     "06_train": (
         "heldout_before", "heldout_after", "reward_first10", "reward_last10", "completion_length_first10",

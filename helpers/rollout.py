@@ -15,14 +15,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import requests
 
-from helpers.checkpoints import require_checkpoint
+from helpers.anatomy import tensor_shapes
+from helpers.checkpoints import require_checkpoint, rollout_checkpoint
 from helpers.harmony import encode, load_tokenizer, stop_token_ids
 from helpers.processes import alive
 from helpers.profiles import SHARED_VARIABLE, Profile
@@ -47,12 +48,26 @@ class ServerAddress:
     shape: str
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """The model behind a server, as far as a weight update must know it.
+
+    quantisation: "" for a plain one, else the method ("mxfp4"). shapes: Hugging Face name -> shape of what it can take.
+    """
+
+    folder: str
+    quantisation: str
+    shapes: Mapping[str, tuple[int, ...]]
+
+
 def model_shape(folder: Path | str) -> str:
-    """What decides whether a running server can take a checkpoint's weights: the config without names and versions."""
+    """What decides whether a running server can take a checkpoint's weights: the config without names, versions and dtype.
+
+    A server computes in the dtype that it was started with, whatever a checkpoint stores.
+    """
     config = json.loads((Path(folder) / "config.json").read_text())
-    return json.dumps(
-        {k: v for k, v in sorted(config.items()) if k not in ("transformers_version", "_name_or_path")}
-    )
+    aside = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
+    return json.dumps({k: v for k, v in sorted(config.items()) if k not in aside})
 
 
 def free_port() -> int:
@@ -95,6 +110,7 @@ class SGLangClient:
 
     def __init__(self, url: str, timeout: float, log: Path | str = ""):
         self.url, self.timeout, self.log = url, timeout, Path(log)
+        self._served: ServedModel | None = None
         self.http = requests.Session()
         self.http.trust_env = False  # a proxy from the environment must not see loopback requests
 
@@ -106,8 +122,33 @@ class SGLangClient:
 
     def post(self, path: str, **payload):
         """POST to the server; returns its JSON. Raises RolloutError with the server's own words."""
+        return self._ask("POST", path, json=payload)
+
+    def served_model(self) -> ServedModel:
+        """What the server serves; asked once a client. Raises RolloutError where its config.json is not to be seen here.
+
+        SGLang takes an update for a tensor that it does not have without a word, so whoever sends one has to know.
+        """
+        if self._served is None:
+            info, settings = self._ask("GET", "/model_info"), self._ask("GET", "/server_info")
+            # after load_weights the first is the folder loaded last, which may be gone; the second is from the start
+            folders = [Path(info[key]) for key in ("model_path", "tokenizer_path")]
+            folder = next((f for f in folders if (f / "config.json").is_file()), None)
+            if folder is None:
+                raise RolloutError(
+                    f"the server at {self.url} serves {info['model_path']}, whose config.json cannot be read here, so nothing "
+                    "says which tensors it takes; put the checkpoint where trainer and servers both see it"
+                )
+            config = json.loads((folder / "config.json").read_text())
+            method = settings.get("quantization") or (config.get("quantization_config") or {}).get(
+                "quant_method"
+            )
+            self._served = ServedModel(str(folder), method or "", tensor_shapes(config))
+        return self._served
+
+    def _ask(self, method: str, path: str, **request):
         try:
-            reply = self.http.post(self.url + path, json=payload, timeout=self.timeout)
+            reply = self.http.request(method, self.url + path, timeout=self.timeout, **request)
         except requests.RequestException as error:
             raise RolloutError(
                 f"SGLang does not answer {path}: {type(error).__name__}.{self.log_tail()}"
@@ -147,10 +188,13 @@ class RolloutServer(SGLangClient):
     """An SGLang server. `with RolloutServer(settings, checkpoint) as server:` or start() ... stop() over several cells.
 
     start() launches and wait() blocks until it answers, so that imports can overlap with other work in between.
+    The checkpoint is checked first (CheckpointError), and a plain copy is served where it is in MXFP4, since SGLang takes no
+    expert updates into that (helpers.checkpoints.rollout_checkpoint).
     """
 
     def __init__(self, settings: Profile, checkpoint: Path | str, log_file: Path | str | None = None):
-        self.settings, self.checkpoint = settings, require_checkpoint(Path(checkpoint))
+        self.settings = settings
+        self.checkpoint = rollout_checkpoint(settings, require_checkpoint(Path(checkpoint)))
         log_file = log_file or settings.runs / "logs" / f"sglang-{os.getpid()}-{time.time_ns() % 10**9}.log"
         super().__init__("", settings.rollout.request_timeout, log_file)
         self.tokenizer = load_tokenizer(self.checkpoint)
@@ -244,13 +288,19 @@ class RolloutServer(SGLangClient):
         return outputs if isinstance(outputs, list) else [outputs]
 
     def prompt_logprobs(self, tokens: Sequence[Sequence[int]]) -> list[list[float]]:
-        """log p(token[t] | before) for t >= 1 of given sequences: the server as a scorer."""
-        outputs = self.generate(tokens, temperature=1.0, max_new_tokens=1, logprob_start_len=0)
+        """log p(token[t] | before) for t >= 1 of given sequences: the server as a scorer.
+
+        Greedy, since sampling from a NaN would end the server; logprobs of the input are those of temperature 1 all the same.
+        """
+        outputs = self.generate(tokens, temperature=0.0, max_new_tokens=1, logprob_start_len=0)
         return [[entry[0] for entry in o["meta_info"]["input_token_logprobs"][1:]] for o in outputs]
 
     def load_weights(self, checkpoint: Path | str, version: str = "initial") -> float:
-        """Take the weights of a checkpoint folder of the same shape; returns seconds. Raises RolloutError otherwise."""
-        folder = require_checkpoint(Path(checkpoint))
+        """Take the weights of a checkpoint folder of the same shape; returns seconds.
+
+        Raises CheckpointError for a folder that is not whole, RolloutError for another shape or a refusal.
+        """
+        folder = rollout_checkpoint(self.settings, require_checkpoint(Path(checkpoint)))
         if model_shape(folder) != self.shape:
             raise RolloutError(
                 f"{folder} is a model of another shape than the server's; start a server of its own for it"
@@ -273,6 +323,7 @@ class RolloutServer(SGLangClient):
         """A handle on a server that somebody else started and will stop."""
         server = cls(settings, checkpoint, address.log)
         server.url, server.pid, server._started = address.url, address.pid, time.monotonic()
+        server.shape = address.shape
         return server
 
 
@@ -284,9 +335,8 @@ def open_server(settings: Profile, checkpoint: Path | str) -> RolloutServer:
     shared = os.environ.get(SHARED_VARIABLE)
     if shared and Path(shared).is_file():
         address = ServerAddress(**json.loads(Path(shared).read_text()))
-        if alive([address.pid], patience=0) and address.shape == model_shape(
-            require_checkpoint(Path(checkpoint))
-        ):
+        folder = rollout_checkpoint(settings, require_checkpoint(Path(checkpoint)))
+        if alive([address.pid], patience=0) and address.shape == model_shape(folder):
             server = RolloutServer.attach(settings, checkpoint, address).wait()
             server.load_weights(checkpoint)
             log.info("attached to the running SGLang server at %s", address.url)

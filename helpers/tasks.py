@@ -1,4 +1,4 @@
-"""Procedural tasks with a verifier. `median`: the middle one of seven digits.
+"""Procedural tasks with a verifier. `median`: the middle one of seven digits; `median-15`: of fifteen.
 
 A worked answer sorts the digits in the analysis channel and then gives the middle one; a lazy answer guesses at once. Train
 and held-out questions differ in the *multiset* of digits, not only in their order, so nothing held out was seen in any order.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import random
 import zlib
 from dataclasses import dataclass
+from functools import partial
 
 from helpers.harmony import render_completion, render_prompt
 
-DIGITS = 7
 HELD_OUT_SHARE = 10  # one multiset in ten is never trained on
 
 
@@ -45,9 +45,9 @@ def is_held_out(question: str) -> bool:
     return zlib.crc32("".join(sorted(question)).encode()) % HELD_OUT_SHARE == 0
 
 
-def _digits(rng: random.Random, held_out: bool) -> str:
+def _digits(rng: random.Random, held_out: bool, count: int) -> str:
     while True:
-        question = "".join(str(rng.randint(0, 9)) for _ in range(DIGITS))
+        question = "".join(str(rng.randint(0, 9)) for _ in range(count))
         if is_held_out(question) == held_out:
             return question
 
@@ -65,9 +65,10 @@ def _slipped_sort(question: str, rng: random.Random, slip_rate: float) -> list[s
 
 @dataclass(frozen=True)
 class MedianTask:
-    """The median of seven digits. Every stream is a pure function of (seed, step), so a resumed run sees the same data."""
+    """The median of an odd number of digits. Every stream is a pure function of (seed, step): a resumed run sees the same data."""
 
     seed: int = 0
+    digits: int = 7
 
     def problem(self, question: str) -> Problem:
         return Problem(question, sorted(question)[len(question) // 2])
@@ -75,13 +76,13 @@ class MedianTask:
     def sample(self, count: int, step: int = 0) -> list[Problem]:
         """`count` training problems of GRPO step `step`."""
         rng = random.Random(f"train-{self.seed}-{step}")
-        return [self.problem(_digits(rng, held_out=False)) for _ in range(count)]
+        return [self.problem(_digits(rng, False, self.digits)) for _ in range(count)]
 
     def held_out(self, count: int = 256) -> list[Problem]:
         """The first `count` held-out problems: distinct multisets, the same for every seed of the run."""
         rng, seen, problems = random.Random("held-out"), set(), []
         while len(problems) < count:
-            question = _digits(rng, held_out=True)
+            question = _digits(rng, True, self.digits)
             key = "".join(sorted(question))
             if key not in seen:
                 seen.add(key)
@@ -94,14 +95,14 @@ class MedianTask:
         return [self._demonstration(rng, lazy_share, slip_rate) for _ in range(count)]
 
     def _demonstration(self, rng: random.Random, lazy_share: float, slip_rate: float) -> Demonstration:
-        question = _digits(rng, held_out=False)
+        question = _digits(rng, False, self.digits)
         if rng.random() < lazy_share:
             return Demonstration(render_prompt(question), render_completion(rng.choice(question)))
         order = _slipped_sort(question, rng, slip_rate)
-        return Demonstration(render_prompt(question), render_completion(order[DIGITS // 2], "".join(order)))
+        return Demonstration(render_prompt(question), render_completion(order[self.digits // 2], "".join(order)))
 
 
-TASKS = {"median": MedianTask}
+TASKS = {"median": MedianTask, "median-15": partial(MedianTask, digits=15)}
 
 
 def load_task(name: str, seed: int = 0) -> MedianTask:

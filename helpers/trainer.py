@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from helpers.anatomy import tensor_shapes
 from helpers.bridge import (
     MegatronModel, export_weights, load_megatron, prepare_process, quiet_libraries, start_ranks,
 )  # fmt: skip
+from helpers.checkpoints import save_streamed
 from helpers.losses import clipped_policy_loss
 from helpers.profiles import Profile
 from helpers.records import Batch, LossOutput
+from helpers.tensor_files import read_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -146,6 +150,29 @@ class MegatronTrainer:
         """{Hugging Face name: tensor} on the CPU, cloned: the receiver's own, not live parameters."""
         self._require_mode()
         return {name: tensor.clone().contiguous() for name, tensor in export_weights(self.model)}
+
+    def export_stream(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) one after the other, on the trainer's device; every rank must take all of them.
+
+        The tensors may share memory with live parameters: copy or send each before the next update.
+        """
+        self._require_mode()
+        return export_weights(self.model, cpu=self.settings.device == "cpu")
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor that an export gives, from the checkpoint's config."""
+        return tensor_shapes(read_config(self.checkpoint))
+
+    def export_checkpoint(self, folder: Path | str) -> Path | None:
+        """Write the present weights as a Hugging Face folder, tensor by tensor; its path on rank 0, None on the others."""
+        import torch
+
+        self._require_mode()
+        stream = export_weights(self.model, cpu=True)
+        if self.rank:
+            deque(stream, maxlen=0)
+            return None
+        return save_streamed(stream, self.checkpoint, folder, getattr(torch, self.settings.model.dtype))
 
     def load_weights(self, folder: Path | str) -> None:
         """Another checkpoint of the same shape, master weights included; optimizer moments and step count stay as they are."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from helpers.checkpoints import save_weights, starting_checkpoint, tokenizer_and_pad
+from helpers.checkpoints import starting_checkpoint, tokenizer_and_pad
 from helpers.collate import collate
 from helpers.harmony import encode
 from helpers.losses import supervised_loss
@@ -64,4 +64,4 @@ def warm_checkpoint(settings: Profile) -> Path:
     tokenizer, pad = tokenizer_and_pad(start)
     trainer = MegatronTrainer(warm_start_settings(settings), start)
     supervised_steps(trainer, tokenizer, pad)
-    return save_weights(trainer.export(), start, folder)
+    return trainer.export_checkpoint(folder)

@@ -7,7 +7,8 @@ import functools
 import io
 import pickle
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,13 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync did. seconds = export_seconds + send_seconds."""
+    """What one sync did. seconds = export_seconds + send_seconds; buckets: requests to each server."""
 
     version: str
     tensors: int
     megabytes: float
     export_seconds: float
     send_seconds: float
+    buckets: int = 1
 
     @property
     def seconds(self) -> float:
@@ -35,26 +37,114 @@ class SyncReport:
 
 
 def sync_weights(
-    trainer: MegatronTrainer, servers: SGLangClient | list[SGLangClient], version: str
+    trainer: MegatronTrainer,
+    servers: SGLangClient | list[SGLangClient],
+    version: str,
+    bucket_bytes: int = 1 << 30,
 ) -> SyncReport:
-    """Export the trainer's weights and load them into every server; episodes sampled afterwards carry `version`.
+    """Stream the trainer's weights into every server; episodes sampled afterwards carry `version`.
 
-    With several trainer ranks all of them call this (the export is collective); rank 0 sends.
+    With several trainer ranks all of them call this (the export is collective); rank 0 sends. At most bucket_bytes, or one
+    tensor, is held beside the model. Raises RolloutError before anything is sent when one of the servers cannot take
+    these weights (see check_sync_target).
     """
     servers = servers if isinstance(servers, list) else [servers]
-    start = time.perf_counter()
-    weights = trainer.export()
-    exported = time.perf_counter()
-    if trainer.rank == 0:
+    clock = _Clock(trainer.settings.device)
+    stream = trainer.export_stream()
+    if trainer.rank:
+        deque(stream, maxlen=0)
+        return SyncReport(version, 0, 0.0, clock.lap(), 0.0)
+    tensors, size, export, send, buckets = 0, 0, 0.0, 0.0, 0
+    try:
+        for server in servers:  # all of them before the first one changes
+            check_sync_target(server, trainer.tensor_shapes(), complete=True)
+        for bucket in _buckets(stream, bucket_bytes):
+            export += clock.lap()
+            for server in servers:
+                _post_tensors(server, bucket, version)
+            tensors, buckets = tensors + len(bucket), buckets + 1
+            size += sum(t.numel() * t.element_size() for t in bucket.values())
+            bucket.clear()
+            send += clock.lap()
         for server in servers:
-            send_tensors(server.post, weights, version)
-    sent = time.perf_counter()
-    size = sum(t.numel() * t.element_size() for t in weights.values()) / 1e6
-    return SyncReport(version, len(weights), size, exported - start, sent - exported)
+            flush_cache(server.post)
+    except BaseException:
+        deque(stream, maxlen=0)  # the other ranks wait for it
+        raise
+    return SyncReport(version, tensors, size / 1e6, export, send + clock.lap(), buckets)
 
 
-def send_tensors(post: Callable, weights: dict[str, Tensor], version: str) -> None:
-    """Hand tensors to /update_weights_from_tensor. post: SGLangClient.post. Raises RolloutError when they are refused.
+class _Clock:
+    """Seconds between laps, with the GPU's work done."""
+
+    def __init__(self, device: str):
+        self.device, self.last = device, time.perf_counter()
+
+    def lap(self) -> float:
+        if self.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        passed, self.last = now - self.last, now
+        return passed
+
+
+def _buckets(stream: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
+    """The tensors in order, as many at a time as fit `limit` bytes; a larger one is a bucket by itself."""
+    bucket, held = {}, 0
+    for name, tensor in stream:
+        size = tensor.numel() * tensor.element_size()
+        if bucket and held + size > limit:
+            yield bucket
+            bucket, held = {}, 0
+        bucket[name] = tensor
+        held += size
+    if bucket:
+        yield bucket
+
+
+def check_sync_target(
+    server: SGLangClient, shapes: Mapping[str, Sequence[int]], complete: bool = False
+) -> None:
+    """Refuse, with a RolloutError, what the server would drop without a word or die of; asks it once a client.
+
+    A server that loaded MXFP4 drops every expert update, any server drops a name that it does not have, and a wrong shape
+    ends it. complete: the names have to be all of the model's, else a tensor would stay behind the others.
+    """
+    served = server.served_model()
+    if served.quantisation:
+        raise RolloutError(
+            f"the server at {server.url} loaded {served.folder} in {served.quantisation} and would drop expert updates without "
+            "a word; start it from helpers.checkpoints.rollout_checkpoint(settings, folder), a plain copy"
+        )
+    for name, shape in shapes.items():
+        if name not in served.shapes:
+            raise RolloutError(
+                f"{name} is no tensor of {served.folder}, which the server at {server.url} serves: it would drop it without a "
+                "word; helpers.anatomy.tensor_shapes lists the names"
+            )
+        if tuple(shape) != served.shapes[name]:
+            raise RolloutError(
+                f"{name} is {list(shape)} and the server at {server.url} has it as {list(served.shapes[name])}, which "
+                f"would end the server; sync with one that serves the trainer's model, not {served.folder}"
+            )
+    left = served.shapes.keys() - shapes.keys()
+    if complete and left:
+        raise RolloutError(
+            f"{min(left)} and {len(left) - 1} more tensors of the served model are not in the export"
+        )
+
+
+def send_tensors(server: SGLangClient, weights: dict[str, Tensor], version: str) -> None:
+    """Hand tensors (all or some) to a server and drop its cache. Raises RolloutError when they are refused, here or there."""
+    check_sync_target(server, {name: tensor.shape for name, tensor in weights.items()})
+    _post_tensors(server, weights, version)
+    flush_cache(server.post)
+
+
+def _post_tensors(server: SGLangClient, weights: dict[str, Tensor], version: str) -> None:
+    """POST to /update_weights_from_tensor; returns when the server has copied them.
 
     The payload is what SGLang's own MultiprocessingSerializer reads. GPU tensors travel as CUDA IPC handles. CPU tensors
     travel by value: handles would leave a shared-memory daemon alive for as long as the server remembers them, and a
@@ -63,7 +153,7 @@ def send_tensors(post: Callable, weights: dict[str, Tensor], version: str) -> No
     """
     on_gpu = any(tensor.is_cuda for tensor in weights.values())
     payload = base64.b64encode((_handles if on_gpu else _values)(list(weights.items()))).decode()
-    reply = post(
+    reply = server.post(
         "/update_weights_from_tensor",
         serialized_named_tensors=[payload],
         flush_cache=False,
@@ -71,7 +161,10 @@ def send_tensors(post: Callable, weights: dict[str, Tensor], version: str) -> No
     )
     if not reply.get("success"):
         raise RolloutError(f"SGLang did not take the weights: {reply.get('message')}")
-    flush_cache(post)
+    if on_gpu:
+        import torch
+
+        torch.cuda.ipc_collect()  # else the memory behind the handles stays (slime 1731)
 
 
 def _handles(named_tensors: list) -> bytes:

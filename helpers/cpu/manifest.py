@@ -1,6 +1,6 @@
 """The patch manifest: what is replaced or corrected in the engines, why, and the hash of the upstream source it was written for.
 
-Nearly all of it is the CPU back end's; helpers/upstream_fixes.py holds on every device.
+Nearly all of it is the CPU back end's. helpers/upstream_fixes.py holds on every device, helpers/sglang_saver.py on GPUs.
 
     python -m helpers.cpu.manifest check     # compare the installed packages with manifest.json; non-zero when one moved
     python -m helpers.cpu.manifest write     # after reading the upstream change and adapting the patch
@@ -29,7 +29,7 @@ class Patch:
     module: str
     name: str
     reason: str
-    ours: str  # what replaces it, in helpers/cpu or, as upstream_fixes.*, in helpers
+    ours: str  # module.function that replaces it, in helpers/cpu or helpers
     thread: str = ""  # public thread, where there is one
 
     @property
@@ -70,6 +70,9 @@ PATCHES = (
           "sglang_attention.SinkAttentionBackend"),
     Patch("sglang.srt.state_capturer.base", "BaseHostCache.__init__",
           "pins host memory for returned experts, which needs a CUDA driver", "sglang_plugin._unpinned_host_cache"),
+    Patch("sglang.srt.mem_cache.swa_memory_pool", "SWAKVPool.__init__",
+          "switches the memory saver off for the pools of a sliding-window model, so that releasing the cache frees nothing",
+          "sglang_saver.pools_under_the_saver", "sglang 22807, 24661, 32213; miles 860"),
     Patch("sglang.srt.models.gpt_oss", "GptOssAttention.__init__",
           "keeps sinks in bf16 whatever the dtype: trained fp32 sinks differ from the trainer's", "sglang_plugin._fp32_sinks"),
 )  # fmt: skip

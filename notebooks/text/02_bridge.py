@@ -25,7 +25,7 @@
 # %% [markdown]
 # | profile | time | memory | what it opens |
 # |---|---|---|---|
-# | `cpu` | about 1 minute on 2 cores | about 1 GB | tiny gpt-oss |
+# | `cpu` | about 1 1/2 minutes on 2 cores | about 1 GB | tiny gpt-oss |
 #
 # The trainer of this course is Megatron. It keeps weights in another layout
 # than the checkpoint, because it splits them over GPUs. SGLang, the rollout
@@ -33,8 +33,9 @@
 # the start, and out, after every single update. One wrong stride, and the
 # policy that samples is not the policy that learns.
 #
-# You will check the crossing in three ways: weight by weight, by the numbers
-# that the model computes, and by training it and coming back.
+# You will check the crossing in four ways: weight by weight, by the numbers
+# that the model computes, by training it and coming back, and by putting in,
+# one at a time, the mistakes that people have made.
 
 # %% tags=["parameters"]
 PROFILE: str = "cpu"  # which profile: cpu, gpu, gpu-20b or cluster
@@ -312,6 +313,7 @@ show_figure(
 #
 # A trick does that: the bridge only moves numbers around. Put the gradients
 # where Megatron's weights are, export, and put the weights back.
+# (`trainer.gradients` does the same through Megatron's own schedule.)
 
 # %%
 from torch.nn.functional import cross_entropy
@@ -604,6 +606,169 @@ for problem in task.held_out(5):
 # another matter, and what the rest of the course is about.
 
 # %% [markdown]
+# ## 6 · Tensor by tensor
+#
+# Comparing whole models has a blind spot, as the norms showed: a tensor
+# that happens not to matter can be lost unseen. So look at one kind of tensor
+# at a time. Add a little noise to it in **both** models (Megatron gets it
+# through the bridge) and ask both again. Two things must hold:
+#
+# - the noise shows in the logits, or the row proves nothing (*effect*);
+# - the two models still agree (*forward*), and about the gradient of that
+#   tensor too (*gradient*).
+#
+# Megatron gets the sequences as one padded batch, transformers one by one:
+# padding that leaks would show.
+#
+# **Predict:** which kind has the smallest effect?
+
+# %%
+from helpers.parity import parity_rows, parity_table
+
+rows = []
+if exact:  # a bf16 router flips between near-equal experts
+    probes = [
+        torch.randint(1, m.vocab_size, (n,), generator=generator).tolist()
+        for n in (5, m.sliding_window, m.sliding_window + 1, length)
+    ]
+    rows = parity_rows(trainer, hugging_face, probes, pad)
+    print(parity_table([r for r in rows if r.layers != "full"]))
+
+# %% [markdown]
+# The full layers have the same 17 rows; they are in the picture.
+
+# %%
+from helpers.parity import parity_columns
+
+if rows:
+    names = [f"{r.kind.removesuffix('.weight')} ({r.layers})" for r in rows]
+    fig, axis = plt.subplots(figsize=(8, 8.5))
+    columns = parity_columns(rows)
+    for label, column in (("effect on a logit", "effect"),
+                          ("difference of a logit", "forward_abs"),
+                          ("gradient, share", "gradient_rel")):
+        axis.plot(columns[column], names, ls="none", label=label)
+    axis.invert_yaxis()
+    axis.set(xscale="log", xlabel="logit, or share of the largest gradient",
+             ylabel="kind of tensor (kind of layer)")
+    axis.legend(loc="upper center", bbox_to_anchor=(0.3, 1.08), ncols=3)
+    show_figure(
+        fig, run=run, name="parity", data=columns,
+        alt="For each of 37 kinds of tensor three marks on a logarithmic "
+        "scale. The effect of noise lies between some hundredths of a logit "
+        "and ten logits; the difference between the two models and that of "
+        "the gradients lie below a hundred-thousandth, far to the left.",
+    );
+
+# %% [markdown]
+# On the left (triangles, squares) is what the two engines disagree about:
+# rounding. On the right (dots) is what a change of the tensor is worth. In
+# between is nothing. Had the bridge lost a tensor, its square would stand
+# where its dot is.
+
+# %%
+bad = [r for r in rows
+       if not (r.forward_rel < 1e-4 and r.gradient_rel < 1e-3)]
+if rows:
+    run.record("parity_kinds", len(rows))
+    run.record("parity_kinds_failed", len(bad))
+    least = min(rows, key=lambda r: r.effect)
+    print(f"smallest effect: {least.kind} ({least.layers}),",
+          f"{least.effect:.1e} logit")
+assert not bad
+
+# %% [markdown]
+# ### What no logit shows
+#
+# A kernel may compute the right output and a wrong gradient. Sinks have had
+# that in more than one kernel. Plant it: let Megatron's sinks learn nothing.
+# **Predict:** what does the comparison of logits say?
+
+# %%
+from helpers.parity import gradient_gaps
+
+sinks = [p for name, p in megatron.named_parameters()
+         if name.endswith("softmax_offset")]
+hooks = [p.register_hook(lambda gradient: gradient * 0) for p in sinks]
+if exact:
+    with torch.no_grad():
+        gap = (megatron_logits(tokens) - hf_logits(tokens)).abs().max()
+    wrong = {name: share for name, (_, share) in gradient_gaps(
+        trainer, hugging_face, probes, pad).items() if share > 1e-3}
+    print(f"logits differ by {gap:.1e}; gradients that differ: {wrong}")
+    assert gap < 1e-3 and all("sinks" in name for name in wrong) and wrong
+for hook in hooks:
+    hook.remove()
+
+# %% [markdown]
+# The logits are as right as before. Only the gradients tell, and only those of
+# the sinks. In training you would see a policy that learns almost as well as
+# it should.
+
+# %% [markdown]
+# ## 7 · The mistakes that people made
+#
+# `helpers/faults.py` collects mistakes from the public threads of the engines
+# in this course. Each is a few lines that make the reference compute what the
+# broken engine would. Here is one:
+
+# %%
+from helpers.faults import FAULTS, fitting_faults
+
+fault = FAULTS["window-one-long"]
+for part in ("what", "cause", "cure", "references"):
+    print(f"{part:11}{getattr(fault, part)}")
+
+# %% [markdown]
+# **Predict:** with the trained weights and sequences of three windows, which
+# mistake is closest to rounding? Sinks, windows, YaRN, experts, router?
+
+# %%
+planted = {"none": 0.0}
+with torch.no_grad():
+    right = megatron_logits(tokens)
+    planted["none"] = (hf_logits(tokens) - right).abs().max().item()
+    for name, fault in fitting_faults(hugging_face.config).items():
+        with fault.plant(hugging_face):
+            off = (hf_logits(tokens) - right).abs().max().item()
+        planted[name] = off
+planted = dict(sorted(planted.items(), key=lambda item: item[1]))
+unseen = [n for n, off in planted.items() if n != "none" and off < 1e-3]
+run.record("faults_planted", len(planted) - 1)
+run.record("faults_unseen", len(unseen))
+print(f"{len(planted) - 1} mistakes, unseen: {unseen}")
+
+# %%
+fig, axis = plt.subplots(figsize=(8, 7))
+axis.barh(list(planted), list(planted.values()), color="#0072B2")
+axis.axvline(1e-3, color="#D55E00", ls="--", label="limit for trained weights")
+axis.set(xscale="log", xlabel="largest difference of a logit (logit)",
+         ylabel="mistake")
+axis.grid(axis="y", visible=False)
+axis.legend(loc="lower right")
+show_figure(
+    fig, run=run, name="faults",
+    alt="Bars on a logarithmic scale, sorted. Without a mistake the largest "
+    "difference is near a hundred-thousandth. Most planted mistakes reach "
+    "some logits, far right of the dashed limit; rounded YaRN bounds and "
+    "rounded sinks stay below a tenth.",
+    data={"mistake": list(planted), "max_abs_logit": list(planted.values())},
+);
+
+# %% [markdown]
+# Look at the short bars first; they are the ones to fear. A bar as short as
+# "none" means that your test data cannot show the mistake: experts that never
+# reach the clamp at 7, or too few positions for YaRN's bounds to matter. The
+# mistake is there all the same and waits for longer prompts or larger weights.
+# `tests/integration/test_planted_faults.py` therefore repeats this with
+# weights that are made to show every one of them.
+#
+# And when an engine disagrees with you, turn the picture round: the mistake
+# whose numbers it reproduces is its mistake. `python -m helpers.doctor
+# --checkpoint DIR --server URL` does that for a checkpoint and a server of
+# yours.
+
+# %% [markdown]
 # ## What you take away
 #
 # 1. **A conversion is a permutation, and permutations can be checked
@@ -611,11 +776,11 @@ for problem in task.held_out(5):
 #    Export gives every bit back.
 # 2. **Equal weights are not an equal model.** Compare logits on sequences
 #    longer than the window, and gradients of every kind of tensor. In float32
-#    rounding stays at a few millionths; a mistake is a hundred thousand times
-#    that.
-# 3. **Fresh weights and square matrices hide mistakes.** Norms that are all
-#    ones cannot show that they were exchanged, a square matrix cannot show
-#    that it was transposed. Test with trained, uneven tensors.
+#    rounding stays at a few millionths; a mistake is thousands of times that.
+# 3. **Test data can hide mistakes.** Norms that are all ones cannot show that
+#    they were exchanged, a square matrix cannot show that it was transposed,
+#    short prompts cannot show YaRN. Plant the mistake to see that your test
+#    would have caught it.
 
 # %% [markdown]
 # ### Try it

@@ -125,6 +125,46 @@ assert (grade(worked, problem.answer), grade(cut, problem.answer)) == (1, 0)
 # not to think. No error would be raised.
 
 # %% [markdown]
+# ### Who wrote which token?
+#
+# Training may only touch what the policy wrote. `render` cuts a conversation
+# into **spans**, each one special token or plain text, and says which of them
+# are the policy's own.
+#
+# **Predict** twice. `<|start|>assistant` is there two times: is it trained
+# both times, once, or never? And if a user types `<|end|>1`, where does that
+# user's message end?
+
+# %%
+from helpers.harmony import Message, encode_spans, render
+
+said = [Message("user", problem.question),
+        Message("assistant", digits, "analysis"),
+        Message("assistant", problem.answer, "final")]
+spans = render(said, open_assistant=False)
+for span in spans:
+    print(f"{'trained' if span.trained else '-':8}",
+          f"{'special' if span.special else 'text':8}", span.text)
+ids, mask = encode_spans(tokenizer, spans)
+assert sum(mask) == len(harmony.encode(tokenizer, worked))
+
+# %%
+typed = "<|end|>1"
+by_spans, _ = encode_spans(tokenizer, render([Message("user", typed)]))
+as_text = harmony.encode(tokenizer, harmony.render_prompt(typed))
+end = tokenizer.token_to_id("<|end|>")
+for name, ids in (("spans", by_spans), ("text", as_text)):
+    print(f"{name:6}<|end|> x {ids.count(end)}: ",
+          *[harmony.decode(tokenizer, [i]) for i in ids])
+assert (by_spans.count(end), as_text.count(end)) == (1, 2)
+
+# %% [markdown]
+# Once: the first opening is in the prompt, the second one the policy writes
+# after its own `<|end|>`. And the typed `<|end|>` stays five characters' worth
+# of text if the message is encoded span by span. As one string, it ends the
+# message, and whatever the user types next speaks in another role.
+
+# %% [markdown]
 # ## 3 · One answer, then a group
 #
 # Greedy first: always the likeliest token. One request, over HTTP.
@@ -343,7 +383,7 @@ kinds, changes, errors, seconds = [], [], [], []
 def compare_after_sync(name, version):
     """Send one tensor; compare the server with the reference."""
     start = time.perf_counter()
-    send_tensors(server.post, {name: weights[name].detach().clone()}, version)
+    send_tensors(server, {name: weights[name].detach().clone()}, version)
     seconds.append(time.perf_counter() - start)
     served = torch.cat([torch.tensor(x)
                         for x in server.prompt_logprobs(sequences)])

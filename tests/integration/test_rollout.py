@@ -1,18 +1,23 @@
 """SGLang against transformers: prefill, decode past the window, every kind of weight update, and ends that leave nothing."""
 
+import base64
 import os
+import shutil
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
+from helpers.checkpoints import CheckpointError
+from helpers.collate import collate
 from helpers.harmony import stop_token_ids
 from helpers.processes import process_tree
 from helpers.profiles import load_profile
-from helpers.rollout import RolloutError, RolloutServer, roll_out
+from helpers.records import Episode
+from helpers.rollout import RolloutError, RolloutServer, SGLangClient, free_port, roll_out
 from helpers.tasks import load_task
-from helpers.weight_sync import send_tensors, sync_weights
+from helpers.tensor_files import is_matrix
+from helpers.weight_sync import _values, check_sync_target, send_tensors, sync_weights
 
 pytestmark = pytest.mark.engine
 WINDOW = load_profile("cpu").model.sliding_window
@@ -91,8 +96,12 @@ def test_groups_keep_their_order_and_their_prompt(clean_server, settings):
     assert len({e.prompt_ids for e in episodes}) == 5
     stops = stop_token_ids(clean_server.tokenizer)
     for e in episodes:
+        full = len(e.completion_ids) == settings.sampling.max_new_tokens
         assert len(e.completion_ids) <= settings.sampling.max_new_tokens
-        assert (e.completion_ids[-1] in stops) == (e.finish_reason == "stop")
+        assert not set(e.completion_ids[:-1]) & set(stops)
+        # a stop token that comes as the very last token that is allowed counts as "length"
+        assert e.finish_reason == ("length" if full else "stop")
+        assert full or e.completion_ids[-1] in stops
         assert all(lp <= 0 for lp in e.logprobs) and e.weight_version == "initial"
 
 
@@ -118,25 +127,138 @@ def test_every_kind_of_tensor_arrives(clean_server, reference, name):
     before = wanted(reference)
     weight = dict(reference.named_parameters())[name].detach()
     weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
-    send_tensors(clean_server.post, {name: weight.clone()}, "changed")
+    send_tensors(clean_server, {name: weight.clone()}, "changed")
     got = served(clean_server)
     assert (got - before).abs().max() > 1e-2, f"{name}: the server said success and dropped it"
     assert (got - wanted(reference)).abs().max() < 1e-4
 
 
-def test_an_unknown_name_is_taken_without_a_word(clean_server):
-    """Why the test above exists: success from SGLang does not mean that a tensor arrived."""
+def _post_tensors(server, weights):
+    """What send_tensors posts, without its checks: SGLang's own behaviour."""
+    payload = base64.b64encode(_values(list(weights.items()))).decode()
+    return server.post("/update_weights_from_tensor", serialized_named_tensors=[payload], flush_cache=False)
+
+
+def test_an_unknown_name_is_refused_since_the_server_takes_it_without_a_word(clean_server):
     before = served(clean_server)
-    send_tensors(
-        clean_server.post, {"model.layers.0.mlp.experts.down_projj": torch.zeros(4, 128, 64)}, "nothing"
-    )
+    unknown = {"model.layers.0.mlp.experts.down_projj": torch.zeros(4, 128, 64)}
+    assert _post_tensors(clean_server, unknown)["success"]
+    assert torch.equal(served(clean_server), before)
+    with pytest.raises(RolloutError, match="down_projj is no tensor of .* drop it without a word"):
+        send_tensors(clean_server, unknown, "nothing")
+
+
+def test_a_wrong_shape_is_refused_and_the_server_lives(clean_server):
+    before = served(clean_server)
+    turned = {"model.layers.0.mlp.experts.down_proj": torch.zeros(4, 64, 128)}
+    with pytest.raises(RolloutError, match=r"down_proj is \[4, 64, 128\] .* has it as \[4, 128, 64\]"):
+        send_tensors(clean_server, turned, "turned")
     assert torch.equal(served(clean_server), before)
 
 
-def test_the_trainers_weights_arrive_whole(clean_server, trainer):
-    from helpers.collate import collate
-    from helpers.records import Episode
+def test_a_sync_must_be_complete(clean_server, trainer):
+    shapes = trainer.tensor_shapes()
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in trainer.export().items()}
+    check_sync_target(clean_server, shapes, complete=True)
+    del shapes["lm_head.weight"]
+    check_sync_target(clean_server, shapes)
+    with pytest.raises(RolloutError, match="lm_head.weight and 0 more"):
+        check_sync_target(clean_server, shapes, complete=True)
 
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100_000, 1 << 30])
+def test_a_sync_in_buckets_is_the_same_sync(clean_server, trainer, bucket_bytes):
+    """Streamed in pieces of this size; after the last one the server computes what the trainer does."""
+    with torch.no_grad():
+        for parameter in trainer.model.module.parameters():
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(8)))
+    report = sync_weights(trainer, clean_server, "piecewise", bucket_bytes)
+    assert report.tensors == 37 and (report.buckets == 37) == (bucket_bytes == 1)
+    assert (report.buckets == 1) == (bucket_bytes == 1 << 30)
+    rows = [
+        Episode(tuple(s[:1]), tuple(s[1:]), (0.0,) * (len(s) - 1), "stop", i)
+        for i, s in enumerate(sequences())
+    ]
+    batch = collate(rows, None, pad_id=0)
+    ours = trainer.logprobs(batch)[batch.loss_mask > 0]
+    assert (served(clean_server) - ours).abs().max() < 1e-4
+
+
+def test_no_server_is_changed_when_one_of_them_cannot_be(clean_server, trainer):
+    before = served(clean_server)
+    absent = SGLangClient(f"http://127.0.0.1:{free_port()}", timeout=5)
+    with pytest.raises(RolloutError, match="does not answer /model_info"):
+        sync_weights(trainer, [clean_server, absent], "half")
+    assert torch.equal(served(clean_server), before)
+    assert clean_server.generate([[1, 2]], 0.0, 1, 1)[0]["meta_info"]["weight_version"] == "initial"
+
+
+# --- checkpoints from disk ----------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def mxfp4(checkpoint, tmp_path_factory):
+    from helpers.mxfp4 import write_mxfp4_checkpoint
+
+    return write_mxfp4_checkpoint(checkpoint, tmp_path_factory.mktemp("quantised") / "mxfp4")
+
+
+def test_a_server_that_took_mxfp4_is_refused_as_a_sync_target(clean_server, mxfp4, trainer, reference):
+    """SGLang says success, takes what is not quantised and drops every expert matrix; whoever syncs next is told."""
+    reply = clean_server.post("/update_weights_from_disk", model_path=str(mxfp4), flush_cache=False)
+    assert reply["success"]
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if not is_matrix(name):
+                parameter.copy_(parameter.bfloat16())
+    assert (served(clean_server) - wanted(reference)).abs().max() < 1e-4  # with the old expert matrices
+    client = SGLangClient(clean_server.url, clean_server.timeout)
+    for sync in (
+        lambda: send_tensors(client, trainer.export(), "x"),
+        lambda: sync_weights(trainer, client, "x"),
+    ):
+        with pytest.raises(RolloutError, match="in mxfp4 and would drop expert updates .*rollout_checkpoint"):
+            sync()
+
+
+def test_an_mxfp4_checkpoint_is_served_through_its_plain_copy(
+    clean_server, mxfp4, settings, load_reference, reference
+):
+    from helpers.checkpoints import rollout_checkpoint
+
+    copy = rollout_checkpoint(settings, mxfp4)
+    clean_server.load_weights(mxfp4)
+    assert (served(clean_server) - wanted(load_reference(copy))).abs().max() < 1e-4
+    assert (served(clean_server) - wanted(reference)).abs().max() > 0.1  # the quantised experts did arrive
+    assert SGLangClient(clean_server.url, 60).served_model().quantisation == ""
+
+
+@pytest.mark.parametrize("shard_bytes", [5e9, 200_000])
+def test_a_streamed_export_is_loaded(clean_server, checkpoint, reference, tmp_path, shard_bytes):
+    from helpers.checkpoints import save_streamed
+
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    stream = ((name, parameter.detach()) for name, parameter in reference.named_parameters())
+    folder = save_streamed(stream, checkpoint, tmp_path / "streamed", shard_bytes=shard_bytes)
+    clean_server.load_weights(folder)
+    assert (served(clean_server) - wanted(reference)).abs().max() < 1e-4
+
+
+def test_what_a_server_takes_is_known_though_its_last_checkpoint_is_gone(clean_server, checkpoint, tmp_path):
+    gone = shutil.copytree(checkpoint, tmp_path / "gone")
+    clean_server.load_weights(gone)
+    shutil.rmtree(gone)
+    assert SGLangClient(clean_server.url, 60).served_model().folder == str(checkpoint)
+    hidden = checkpoint.rename(checkpoint.with_name("hidden"))
+    try:
+        with pytest.raises(RolloutError, match="config.json cannot be read here"):
+            SGLangClient(clean_server.url, 60).served_model()
+    finally:
+        hidden.rename(checkpoint)
+
+
+def test_the_trainers_weights_arrive_whole(clean_server, trainer):
     with torch.no_grad():
         for parameter in trainer.model.module.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
@@ -188,20 +310,9 @@ def test_stop_during_the_start_leaves_nothing_and_can_be_called_twice(settings, 
     assert tree and processes.living(tree) == []
 
 
-def test_a_broken_checkpoint_gives_one_error_with_the_log_and_leaves_nothing(
-    settings, checkpoint, tmp_path, processes
-):
-    from helpers.checkpoints import publish_folder
-
-    def truncated(folder: Path):
-        for file in checkpoint.iterdir():
-            data = file.read_bytes()
-            (folder / file.name).write_bytes(
-                data[: len(data) // 2] if file.suffix == ".safetensors" else data
-            )
-
-    broken = publish_folder(tmp_path / "broken", truncated)
-    server = RolloutServer(settings, broken).start()
+def test_a_server_that_dies_gives_one_error_with_the_log_and_leaves_nothing(checkpoint, processes):
+    wrong = load_profile("cpu", **{"rollout.server_arguments": ("--no-such-flag",)})
+    server = RolloutServer(wrong, checkpoint).start()
     tree = []
     with pytest.raises(RolloutError) as refusal:
         try:
@@ -210,7 +321,18 @@ def test_a_broken_checkpoint_gives_one_error_with_the_log_and_leaves_nothing(
             tree = process_tree([server.pid])
             server.stop()
     assert "SGLang ended with code" in str(refusal.value) and "Last lines of" in str(refusal.value)
+    assert "--no-such-flag" in str(refusal.value)
     assert processes.living(tree) == []
+
+
+def test_a_broken_checkpoint_is_named_and_starts_nothing(settings, checkpoint, tmp_path):
+    broken = shutil.copytree(checkpoint, tmp_path / "broken")
+    file = broken / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    children = process_tree([os.getpid()])
+    with pytest.raises(CheckpointError, match="model.safetensors is truncated: model"):
+        RolloutServer(settings, broken)
+    assert set(process_tree([os.getpid()])) <= set(children)
 
 
 def test_a_server_that_takes_too_long_is_ended(checkpoint, processes):

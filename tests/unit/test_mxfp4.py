@@ -11,17 +11,18 @@ from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from helpers import mxfp4
 from helpers.anatomy import checkpoint_bytes, tensor_shapes
 from helpers.mxfp4 import (
     FP4_VALUES,
     Mxfp4Error,
     dequantise,
     dequantise_experts,
+    dequantised_checkpoint,
     quantise,
     quantise_experts,
     write_mxfp4_checkpoint,
 )
+from helpers.tensor_files import CheckpointError, check_checkpoint
 
 CONFIG = dict(
     vocab_size=40,
@@ -57,6 +58,17 @@ def test_dequantises_exactly_like_transformers(dtype):
     assert ours.shape == theirs.shape == (3, 64, 96)
     assert ours.dtype == theirs.dtype
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_code_under_every_scale_is_exact(dtype):
+    """Also where the value is subnormal; above the largest float it is infinite, as it is in transformers."""
+    scales = torch.arange(255, dtype=torch.uint8)[:, None]
+    blocks = torch.arange(0, 256, 17, dtype=torch.uint8).expand(255, 1, 16)  # 0x00, 0x11 ... 0xff
+    exact = torch.tensor(FP4_VALUES).repeat_interleave(2).double() * torch.exp2(scales.double() - 127)
+    ours = dequantise(blocks, scales, dtype)
+    assert torch.equal(ours, exact.to(dtype))
+    assert torch.equal(ours[:252].double(), exact[:252])  # no value was rounded
 
 
 def test_the_even_element_sits_in_the_low_nibble():
@@ -280,7 +292,7 @@ def test_transformers_reads_what_we_write(plain, tmp_path):
 
 
 def refuses(source, target, message):
-    with pytest.raises(Mxfp4Error, match=message):
+    with pytest.raises(CheckpointError, match=message):
         write_mxfp4_checkpoint(source, target)
     assert not target.exists()
     assert not list(target.parent.glob(f".{target.name}*"))
@@ -296,7 +308,7 @@ def test_refuses_an_existing_target_and_leaves_it(plain, tmp_path):
 
 
 def test_refuses_folders_that_hold_no_checkpoint(tmp_path):
-    refuses(tmp_path / "nowhere", tmp_path / "t", "no config.json")
+    refuses(tmp_path / "nowhere", tmp_path / "t", "has no config.json")
     (tmp_path / "config.json").write_text("{")
     refuses(tmp_path, tmp_path / "t", "no JSON")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -314,13 +326,13 @@ def test_refuses_a_missing_shard(copy, tmp_path):
 
 def test_refuses_no_weights_at_all(copy, tmp_path):
     (copy / "model.safetensors").unlink()
-    refuses(copy, tmp_path / "t", "neither model.safetensors nor an index")
+    refuses(copy, tmp_path / "t", "neither model.safetensors nor model.safetensors.index.json")
 
 
 def test_refuses_a_truncated_file(copy, tmp_path):
     file = copy / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    refuses(copy, tmp_path / "t", "damaged or truncated")
+    refuses(copy, tmp_path / "t", "is truncated")
 
 
 def test_refuses_missing_unknown_and_misshapen_tensors(copy, tmp_path):
@@ -330,9 +342,9 @@ def test_refuses_missing_unknown_and_misshapen_tensors(copy, tmp_path):
     save_file(turned, copy / "model.safetensors")
     refuses(copy, tmp_path / "t", "down_proj.*transposed")
     save_file({k: v for k, v in weights.items() if k != name}, copy / "model.safetensors")
-    refuses(copy, tmp_path / "t", "1 missing")
+    refuses(copy, tmp_path / "t", "down_proj is missing")
     save_file(weights | {"extra.weight": torch.zeros(1)}, copy / "model.safetensors")
-    refuses(copy, tmp_path / "t", "1 unknown")
+    refuses(copy, tmp_path / "t", "extra.weight is unknown")
 
 
 def test_refuses_sizes_that_mxfp4_cannot_hold(tmp_path):
@@ -341,6 +353,83 @@ def test_refuses_sizes_that_mxfp4_cannot_hold(tmp_path):
     refuses(folder, tmp_path / "t", "80 inputs.*multiples of 32")
 
 
-def test_refuses_a_disk_that_is_too_small(tmp_path):
-    with pytest.raises(Mxfp4Error, match="takes 1000000000.00 GB.*larger disk"):
-        mxfp4._require_space(tmp_path, 10**18)
+# --- and back -----------------------------------------------------------------------------------
+
+
+def transformers_own(folder):
+    """Every tensor as transformers loads an MXFP4 folder dequantised."""
+    pytest.importorskip("accelerate")
+    from transformers import Mxfp4Config
+
+    config = Mxfp4Config(dequantize=True)
+    return GptOssForCausalLM.from_pretrained(
+        folder, quantization_config=config, dtype=torch.bfloat16
+    ).state_dict()
+
+
+@pytest.mark.parametrize("intermediate", [96, 64])
+def test_the_plain_copy_is_transformers_own_dequantisation(tmp_path, intermediate):
+    """Also for square experts (64 x 64), where only values tell which way a matrix is turned."""
+    torch.manual_seed(1)
+    config = GptOssConfig(**{**CONFIG, "intermediate_size": intermediate})
+    GptOssForCausalLM(config).save_pretrained(tmp_path / "plain")
+    quantised = write_mxfp4_checkpoint(tmp_path / "plain", tmp_path / "mxfp4")
+    copy = dequantised_checkpoint(quantised, tmp_path / "copy")
+    stored, theirs = load_file(copy / "model.safetensors"), transformers_own(quantised)
+    assert stored.keys() == tensor_shapes(config).keys()
+    assert all(torch.equal(stored[name], theirs[name].to(torch.bfloat16)) for name in stored)
+    read_back = GptOssForCausalLM.from_pretrained(copy, dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(stored[name], read_back[name]) for name in stored)
+
+
+def test_the_plain_copy_says_that_it_is_plain(plain, tmp_path):
+    copy = dequantised_checkpoint(write_mxfp4_checkpoint(plain, tmp_path / "mxfp4"), tmp_path / "copy")
+    report = check_checkpoint(copy)
+    assert not report.quantised and "quantization_config" not in report.config
+    assert report.config["dtype"] == "bfloat16" and report.bytes == checkpoint_bytes(CONFIG, "bf16")
+    assert (copy / "tokenizer.json").is_file()
+
+
+def test_quantising_the_plain_copy_gives_the_same_blocks(plain, tmp_path):
+    once = write_mxfp4_checkpoint(plain, tmp_path / "once")
+    twice = write_mxfp4_checkpoint(dequantised_checkpoint(once, tmp_path / "copy"), tmp_path / "twice")
+    first, second = load_all(once), load_all(twice)
+    assert first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+
+
+def test_a_sharded_source_gives_the_same_copy(plain, copy, tmp_path):
+    one = dequantised_checkpoint(write_mxfp4_checkpoint(plain, tmp_path / "q1"), tmp_path / "one")
+    two = dequantised_checkpoint(write_mxfp4_checkpoint(shard(copy), tmp_path / "q2"), tmp_path / "two")
+    assert not (two / "model.safetensors.index.json").exists()  # the source's index is not copied along
+    first, second = load_all(one), load_all(two)
+    assert first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+
+
+def test_a_plain_checkpoint_comes_back_as_it_is(plain, tmp_path):
+    assert dequantised_checkpoint(plain, tmp_path / "copy") == plain
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_bad_scale_names_file_tensor_and_expert(plain, tmp_path):
+    quantised = write_mxfp4_checkpoint(plain, tmp_path / "mxfp4")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    weights = load_file(quantised / "model.safetensors")
+    weights[name][2, 0, 0] = 255
+    save_file(weights, quantised / "model.safetensors")
+    with pytest.raises(Mxfp4Error, match=f"model.safetensors: {name}, expert 2: a scale byte is 255"):
+        dequantised_checkpoint(quantised, tmp_path / "copy")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mxfp4"]
+
+
+def test_a_weight_that_diverged_names_file_tensor_and_expert(copy, tmp_path):
+    name = "model.layers.1.mlp.experts.down_proj"
+    weights = load_file(copy / "model.safetensors")
+    weights[name][1, 0, 0] = float("nan")
+    save_file(weights, copy / "model.safetensors")
+    refuses(copy, tmp_path / "t", f"model.safetensors: {name}, expert 1: the weights hold NaN")
+
+
+def test_an_existing_copy_is_left_alone(plain, tmp_path):
+    quantised = write_mxfp4_checkpoint(plain, tmp_path / "mxfp4")
+    with pytest.raises(Mxfp4Error, match="exists already"):
+        dequantised_checkpoint(quantised, plain)
