@@ -378,7 +378,7 @@ class MegatronTrainer:
             }
             if "logprob_gap" in metrics:
                 gap = (logprobs.detach() - part.rollout_logprobs).abs() * part.loss_mask
-                metrics["logprob_gap_max"] = (gap.max(), torch.ones(()))
+                metrics["logprob_gap_max"] = (gap.max(), gap.new_ones(()))
             return out.total, out.normaliser.int(), metrics
 
         return logits, loss_of

@@ -160,8 +160,8 @@ assert (by_spans.count(end), as_text.count(end)) == (1, 2)
 
 # %% [markdown]
 # Once: the first opening is in the prompt, the second one the policy writes
-# after its own `<|end|>`. And the typed `<|end|>` stays five characters' worth
-# of text if the message is encoded span by span. As one string, it ends the
+# after its own `<|end|>`. And the typed `<|end|>` stays five tokens of plain
+# text if the message is encoded span by span. As one string, it ends the
 # message, and whatever the user types next speaks in another role.
 
 # %% [markdown]
