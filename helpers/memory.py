@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -254,17 +254,13 @@ class MemoryTimeline:
     """Samples memory by role in a thread, and remembers which phase each sample fell into.
 
     `with timeline.phase("rollout"): ...` names a stretch. A sample costs a few milliseconds of kernel time a process.
-    measure: pss_by_role (host) or gpu_by_role.
+    gpu: also by NVML, as kind "GPU" beside kind "host".
     """
 
-    def __init__(
-        self,
-        roots: Sequence[int],
-        interval: float = 0.25,
-        measure: Callable[[Sequence[int]], dict[str, int]] = pss_by_role,
-    ):
-        self.roots, self.interval, self.measure = list(roots), interval, measure
-        self.rows: list[tuple[float, str, str, int]] = []  # seconds, phase, role, bytes
+    def __init__(self, roots: Sequence[int], interval: float = 0.25, gpu: bool = False):
+        self.roots, self.interval = list(roots), interval
+        self.measures = {"host": pss_by_role} | ({"GPU": gpu_by_role} if gpu else {})
+        self.rows: list[tuple[float, str, str, str, int]] = []  # seconds, phase, kind, role, bytes
         self._phase, self._stop, self._start = "idle", threading.Event(), time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -287,17 +283,18 @@ class MemoryTimeline:
 
     def sample(self) -> None:
         now, phase = time.monotonic() - self._start, self._phase
-        self.rows += [(now, phase, role, size) for role, size in self.measure(self.roots).items()]
+        for kind, measure in self.measures.items():
+            self.rows += [(now, phase, kind, role, size) for role, size in measure(self.roots).items()]
 
     def _run(self) -> None:
         while not self._stop.wait(self.interval):
             self.sample()
 
-    def peak_by_phase(self) -> dict[str, dict[str, int]]:
+    def peak_by_phase(self, kind: str = "host") -> dict[str, dict[str, int]]:
         """phase -> role -> most bytes seen; phases in order of appearance, without the time between them."""
         peaks: dict[str, dict[str, int]] = {}
-        for _, phase, role, size in self.rows:
-            if phase == "idle":
+        for _, phase, measured, role, size in self.rows:
+            if phase == "idle" or measured != kind:
                 continue
             roles = peaks.setdefault(phase, {})
             roles[role] = max(size, roles.get(role, 0))

@@ -125,6 +125,10 @@ class RolloutSettings:
     start_timeout: float = 300.0  # seconds
     request_timeout: float = 180.0  # seconds
     mem_fraction: float | None = None  # GPU: SGLang's mem_fraction_static
+    memory_saver: bool = False  # GPU: weights, cache and graphs can be released and come back (torch_memory_saver)
+    # what puts gpt-oss's KV cache under it: "hook" (helpers/sglang_saver.py), "plain" (one pool for all layers, no windows),
+    # or "stock" (nothing: SGLang 0.5.17 then keeps the cache when it is told to release it)
+    kv_saver: str = "hook"
     # Measured on 2 cores (tests/bench/recorded/rollout_flags.csv): a rollout of 256 short answers takes 0.4 to 0.8 s
     # without the prefix tree and 0.6 to 1.3 s with it. Overlap is made for a GPU beside the CPU; off or on is within noise
     # here. An idle scheduler polls unless told to sleep, and would take a core from the trainer.
@@ -194,6 +198,9 @@ class Profile:
         env = {DEVICE_VARIABLE: self.device, **_COMMON_ENVIRONMENT}
         if role == "server":
             env |= _SERVER_ENVIRONMENT
+            if self.rollout.memory_saver:
+                env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
+                env["GRPO_KV_SAVER"] = "1" if self.rollout.kv_saver == "hook" else "0"
         if self.device == "cpu":
             env |= _CPU_ENVIRONMENT
             if role == "server":
@@ -237,15 +244,26 @@ def _profiles() -> dict[str, Profile]:
         max_position_embeddings=4096, initializer_range=0.02, dtype="bfloat16",
     )  # fmt: skip
     gpu_rollout = RolloutSettings(
-        shared=False, server_arguments=(), max_total_tokens=None, start_timeout=900.0, mem_fraction=0.4
-    )
+        shared=False, max_total_tokens=None, start_timeout=900.0, mem_fraction=0.4,
+        # capturing graphs for 58 prefill sizes took over two minutes of a first start (H200, 2026-11-30)
+        server_arguments=("--disable-prefill-cuda-graph",),
+    )  # fmt: skip
+    # a small model leaves room for the server beside every trainer, and its start compiles and captures for minutes
+    beside = dataclasses.replace(gpu_rollout, shared=True, max_running_requests=512)
     one_gpu = dict(
         device="cuda", rollout=gpu_rollout, cluster=ClusterSettings(num_cpus=8, object_store_mib=512)
     )
     long_answers = SamplingSettings(max_new_tokens=1024)
     return {
         "cpu": Profile(name="cpu", device="cpu"),
-        "gpu": Profile(name="gpu", model=few_hundred_million, **one_gpu),
+        # learning rates: those of profile cpu, divided by the ratio of the widths (768 / 64)
+        "gpu": Profile(
+            name="gpu", model=few_hundred_million, task="median-15", heldout=512,
+            batch=BatchSettings(prompts=64, group_size=8), sampling=SamplingSettings(max_new_tokens=40),
+            trainer=TrainerSettings(learning_rate=4e-5, micro_batch=512),
+            warm_start=WarmStartSettings(steps=400, learning_rate=4e-4, demonstrations=20_000),
+            **{**one_gpu, "rollout": beside},
+        ),
         "gpu-20b": Profile(
             name="gpu-20b", model=harmony_20b, sampling=long_answers,
             trainer=TrainerSettings(freeze_experts=True, micro_batch=4, learning_rate=1e-6), **one_gpu,
@@ -339,5 +357,9 @@ def _check(p: Profile) -> None:
         problems.append(
             f"{p.model.num_hidden_layers} layers do not divide by pipeline_parallel = {t.pipeline_parallel}"
         )
+    if p.rollout.kv_saver not in ("hook", "plain", "stock"):
+        problems.append(f"rollout.kv_saver = {p.rollout.kv_saver!r}; it can be hook, plain or stock")
+    if p.rollout.memory_saver and p.device != "cuda":
+        problems.append("rollout.memory_saver needs a GPU: on a CPU releasing frees nothing")
     if problems:
         raise ValueError(f"profile {p.name!r} contradicts itself: " + "; ".join(problems))

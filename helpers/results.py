@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 SCHEMA = 1
 METRICS_FILE = "metrics.json"
+COMMIT_VARIABLE = "GRPO_COMMIT"
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     "torch", "transformers", "megatron-core", "megatron-bridge", "sglang", "ray", "transformer-engine",
@@ -198,6 +199,7 @@ METRICS: dict[str, Metric] = {
     "peak_pss_gib": Metric(
         "GiB", "peak memory of the notebook's processes, shared pages counted once (PSS)", 0
     ),
+    "peak_gpu_gib": Metric("GiB", "peak GPU memory of the notebook's processes by NVML, CUDA contexts included", 0),
     "ledger_max_error": Metric(
         "1", "largest relative difference of a static tensor's bytes, predicted and measured", 0, 0.1
     ),
@@ -277,7 +279,8 @@ def git_commit(root: Path = PROJECT_ROOT) -> str:
     """
     commit = _output(["git", "-C", str(root), "rev-parse", "--verify", "-q", "HEAD"])
     if not commit:
-        return "unknown"
+        # a copy without its history (a GPU host): whoever copied a clean checkout says which one it was
+        return os.environ.get(COMMIT_VARIABLE, "unknown")
     dirty = _output(["git", "-C", str(root), "status", "--porcelain", "--", ".", ":(exclude)runs"])
     return commit + ("+dirty" if dirty else "")
 

@@ -32,6 +32,7 @@ from helpers.tasks import Problem
 
 log = logging.getLogger(__name__)
 LAUNCHER = Path(__file__).with_name("launcher.py")
+MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")  # what a server can release
 
 
 class RolloutError(RuntimeError):
@@ -99,6 +100,10 @@ def server_command(settings: Profile, checkpoint: Path, port: int) -> list[str]:
         command += ["--max-total-tokens", str(r.max_total_tokens)]
     if r.mem_fraction:
         command += ["--mem-fraction-static", str(r.mem_fraction)]
+    if r.memory_saver:
+        command.append("--enable-memory-saver")
+        if r.kv_saver == "plain":
+            command.append("--disable-hybrid-swa-memory")
     if settings.device == "cpu":
         # "triton" is the name under which SGLang runs gpt-oss experts (bias, clamp, alpha) in plain torch without AMX
         command += ["--device", "cpu", "--moe-runner-backend", "triton"]
@@ -312,6 +317,26 @@ class RolloutServer(SGLangClient):
         if not done.get("success"):
             raise RolloutError(f"SGLang did not take the weights of {folder}: {done.get('message')}")
         flush_cache(self.post)
+        return time.perf_counter() - start
+
+    def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> float:
+        """Give GPU memory back, between steps only; returns seconds. The server answers no request until it has resumed.
+
+        tags: of MEMORY_TAGS. Needs rollout.memory_saver. Raises RolloutError where the server refuses.
+        """
+        start = time.perf_counter()
+        flush_cache(self.post)
+        self.post("/release_memory_occupation", tags=list(tags))
+        return time.perf_counter() - start
+
+    def resume_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> float:
+        """Take the memory again; returns seconds.
+
+        The weights come back as they were only with --enable-weights-cpu-backup; else their content is undefined until
+        the next sync_weights or load_weights (slime 579, sglang 19442).
+        """
+        start = time.perf_counter()
+        self.post("/resume_memory_occupation", tags=list(tags))
         return time.perf_counter() - start
 
     # --- sharing ------------------------------------------------------------------------------------------------------

@@ -361,7 +361,6 @@ class MegatronTrainer:
 
     def _forward_step(self, parts: Iterator[Batch], model, loss: Loss):
         """What the schedule calls once a micro-batch: (logits, function of the logits -> loss sum, count, metrics)."""
-        import torch
 
         part, temperature = next(parts), self.settings.sampling.temperature
         if self.settings.device == "cuda":

@@ -238,12 +238,13 @@ from transformers.utils.logging import disable_progress_bar
 disable_progress_bar()
 reference = GptOssForCausalLM.from_pretrained(
     folder, dtype=torch.float32, attn_implementation="eager",
-    experts_implementation="eager").eval()
+    experts_implementation="eager").to(settings.device).eval()
 
 def reference_logprobs(tokens, temperature=1.0):
     """log p(tokens[t] | before), t >= 1, of one sequence."""
+    inputs = torch.tensor([tokens], device=settings.device)
     with torch.no_grad():
-        logits = reference(torch.tensor([tokens])).logits[0, :-1]
+        logits = reference(inputs).logits[0, :-1].cpu()
     labels = torch.tensor(tokens[1:])[:, None]
     return (logits / temperature).log_softmax(-1).gather(-1, labels)[:, 0]
 
@@ -395,7 +396,7 @@ for name in names:
     weight = weights[name].detach()
     kept = weight.clone()
     noise = torch.randn(weight.shape, generator=generator)
-    weight += 0.1 * noise
+    weight += 0.1 * noise.to(weight.device)
     served, error = compare_after_sync(name, f"changed {name}")
     kinds.append(name.split("layers.0.")[-1])
     changes.append((served - before).abs().max().item())

@@ -96,7 +96,8 @@ if not (settings.checkpoint("warm") / "config.json").exists():
 checkpoint = warm_checkpoint(settings)
 tokenizer, pad_id = tokenizer_and_pad(checkpoint)
 server = open_server(settings, checkpoint)
-timeline = MemoryTimeline([me, server.pid])
+on_gpu = settings.device == "cuda"
+timeline = MemoryTimeline([me, server.pid], gpu=on_gpu)
 timeline.__enter__()
 with timeline.phase("before"):
     timeline.sample()
@@ -152,28 +153,44 @@ print(f"{len(timeline.rows)} samples over {timeline.rows[-1][0]:.0f} s")
 # %%
 import matplotlib.pyplot as plt
 
+ALT = ("Stacked bars of PSS by process for each phase of a step. SGLang's "
+       "three processes hold some hundred MiB each in every phase; the "
+       "kernel with the trainer grows with imports, logprobs and update.")
+
+def stacked(peaks, ylabel, name, alt):
+    """One bar a phase, its processes stacked; returns its heights in MiB."""
+    fig, ax = plt.subplots(figsize=(8.5, 4))
+    bottom = [0.0] * len(peaks)
+    for role in sorted({r for p in peaks.values() for r in p}):
+        sizes = [p.get(role, 0) / MIB for p in peaks.values()]
+        ax.bar(list(peaks), sizes, bottom=bottom, label=role, edgecolor="w")
+        bottom = [b + s for b, s in zip(bottom, sizes)]
+    ax.set(ylabel=ylabel, ylim=(0, max(bottom) * 1.45))
+    ax.tick_params(axis="x", rotation=20)
+    ax.legend(loc="upper left", fontsize=8)
+    rows = [(k, r, v) for k, p in peaks.items() for r, v in p.items()]
+    columns = dict(zip(("phase", "process", "bytes"), zip(*rows)))
+    show_figure(fig, run=run, name=name, alt=alt, data=columns)
+    return bottom
+
 peaks = timeline.peak_by_phase()
-roles = sorted({r for p in peaks.values() for r in p})
-fig, ax = plt.subplots(figsize=(8.5, 4))
-bottom = [0.0] * len(peaks)
-for role in roles:
-    sizes = [p.get(role, 0) / MIB for p in peaks.values()]
-    ax.bar(list(peaks), sizes, bottom=bottom, label=role, edgecolor="white")
-    bottom = [b + s for b, s in zip(bottom, sizes)]
-ax.set_ylabel("PSS (MiB)")
-ax.tick_params(axis="x", rotation=20)
-ax.legend(loc="upper left", fontsize=8)
-ax.set_ylim(0, max(bottom) * 1.45)
-show_figure(
-    fig, run=run, name="phases",
-    alt="Stacked bars of PSS by process for each phase of a step. SGLang's "
-        "three processes hold some hundred MiB each in every phase; the "
-        "kernel with the trainer grows with imports, logprobs and update.",
-    data={"phase": [k for k, p in peaks.items() for _ in p],
-          "process": [r for p in peaks.values() for r in p],
-          "pss_bytes": [v for p in peaks.values() for v in p.values()]},
-)
+bottom = stacked(peaks, "PSS (MiB)", "phases", ALT)
 run.record("peak_pss_gib", max(bottom) / 1024)
+
+# %% [markdown]
+# On a GPU there is a second picture: what NVML says each process holds on the
+# card, CUDA contexts and the allocator's reserve included.
+
+# %%
+if on_gpu:
+    card = timeline.peak_by_phase("GPU")
+    tops = stacked(card, "GPU memory (MiB)", "gpu_phases",
+                   "Stacked bars of GPU memory by process for each phase: "
+                   "the SGLang scheduler's share is the tallest once it is "
+                   "up, the kernel with the trainer grows at the update.")
+    run.record("peak_gpu_gib", max(tops) / 1024)
+else:
+    print("no GPU in this profile")
 
 # %%
 kernel = {k: p.get("notebook kernel", 0) / MIB for k, p in peaks.items()}
@@ -181,9 +198,11 @@ last = kernel["before"]
 for phase, size in kernel.items():
     print(f"{phase:13s} kernel {size:5.0f} MiB, {size - last:+5.0f}")
     last = size
-others = {r: peaks["sync"][r] / MIB for r in roles if "SGLang" in r}
+others = {r: size / MIB for r, size in peaks["sync"].items()
+          if "SGLang" in r}
 print({role: round(size) for role, size in others.items()}, "MiB")
-assert kernel["load"] - kernel["imports"] < 100 < kernel["update"]
+if not on_gpu:
+    assert kernel["load"] - kernel["imports"] < 100 < kernel["update"]
 
 # %% [markdown]
 # Read the steps, not the heights. Loading the model and building DDP and
@@ -299,7 +318,8 @@ show_figure(
           "seconds": [r[2] for r in rows], "grad_norm": [r[3] for r in rows]},
 )
 norms = [r[3] for r in rows]
-assert max(norms) - min(norms) < 1e-4 * max(norms)
+rounding = 1e-4 if settings.model.dtype == "float32" else 2e-2
+assert max(norms) - min(norms) < rounding * max(norms)
 run.record("activation_bytes_halved", rows[1][1].bytes / rows[0][1].bytes)
 
 # %% [markdown]

@@ -167,6 +167,8 @@ def test_commit_is_unknown_plain_or_dirty(tmp_path, monkeypatch):
     assert results.git_commit(tmp_path) == f"{clean}+dirty"
     monkeypatch.setenv("PATH", "")
     assert results.git_commit(tmp_path) == "unknown", "no git"
+    monkeypatch.setenv(results.COMMIT_VARIABLE, "f" * 40)
+    assert results.git_commit(tmp_path) == "f" * 40, "a copy without history is told"
 
 
 def _expect(tmp_path, text):

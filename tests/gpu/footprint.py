@@ -1,0 +1,130 @@
+"""What SGLang keeps on the GPU after it was told to release everything, by way of building its KV cache.
+
+    python tests/gpu/footprint.py --out DIR [--profile gpu] [--mem-fraction 0.5] [--cycles 20] [--ways stock plain hook]
+
+Each way is a server of its own: start, release tag by tag, resume, weights back, and the logprobs of prompts on both sides
+of the window compared with those before. The last way repeats release and resume. Writes footprint.csv (one row a stage)
+and footprint_cycles.csv. GPU memory is that of the whole card by NVML: nothing else may run on it.
+"""
+
+import argparse
+import csv
+import os
+import time
+from pathlib import Path
+
+from helpers.profiles import load_profile
+
+
+def used() -> int:
+    """Bytes in use on GPU 0."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used
+
+
+def settled(patience: float = 5.0) -> int:
+    """Bytes in use once two readings agree: a release is answered before the memory is back (slime 579)."""
+    before, deadline = used(), time.monotonic() + patience
+    while time.monotonic() < deadline:
+        time.sleep(0.25)
+        now = used()
+        if abs(now - before) < 1 << 20:
+            break
+        before = now
+    return now
+
+
+def prompts(settings) -> list[list[int]]:
+    """Random tokens, shorter than the window, at its edge, and of three windows."""
+    import random
+
+    rng, window = random.Random(0), settings.model.sliding_window
+    lengths = (20, window - 1, window, window + 1, 3 * window)
+    return [[rng.randrange(1, settings.model.vocab_size) for _ in range(n)] for n in lengths]
+
+
+def logprobs(server, settings) -> list[float]:
+    """Of the prompts, and of a greedy decode that crosses the window."""
+    scored = [x for row in server.prompt_logprobs(prompts(settings)) for x in row]
+    outputs = server.generate([prompts(settings)[0]], 0.0, 1, 2 * settings.model.sliding_window)
+    return scored + [entry[0] for entry in outputs[0]["meta_info"]["output_token_logprobs"]]
+
+
+def gap(a, b) -> float:
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def one_way(way: str, options, checkpoint: Path) -> tuple[list[dict], list[dict]]:
+    from helpers.rollout import MEMORY_TAGS, RolloutServer
+
+    changes = {"rollout.memory_saver": True, "rollout.kv_saver": way, "rollout.mem_fraction": options.mem_fraction}
+    settings = load_profile(options.profile, **changes)
+    empty, rows = settled(), []
+
+    def note(stage: str, seconds: float = 0.0, difference: float | str = "") -> int:
+        held = settled() - empty
+        row = {"way": way, "stage": stage, "gigabytes": held / 1e9, "seconds": seconds, "logprob_gap": difference}
+        rows.append(row)
+        print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+        return held
+
+    server = RolloutServer(settings, checkpoint).start().wait()
+    try:
+        note("started", server.start_seconds)
+        before = logprobs(server, settings)
+        for tag in MEMORY_TAGS:
+            note(f"released {tag}", server.release_memory([tag]))
+        took = server.resume_memory()
+        note("resumed", took)
+        took = server.load_weights(checkpoint)
+        note("weights loaded", took, gap(logprobs(server, settings), before))
+        cycles = []
+        for cycle in range(options.cycles if way == options.ways[-1] else 0):
+            released = server.release_memory()
+            low = settled() - empty
+            resumed = server.resume_memory()
+            server.load_weights(checkpoint)
+            high = settled() - empty
+            difference = gap(logprobs(server, settings), before)
+            cycles.append({
+                "cycle": cycle, "released_gigabytes": low / 1e9, "resumed_gigabytes": high / 1e9,
+                "release_seconds": released, "resume_seconds": resumed, "logprob_gap": difference,
+            })  # fmt: skip
+        return rows, cycles
+    finally:
+        server.stop()
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--profile", default="gpu")
+    parser.add_argument("--mem-fraction", type=float, default=0.5)
+    parser.add_argument("--cycles", type=int, default=20)
+    parser.add_argument("--ways", nargs="+", default=["stock", "plain", "hook"])
+    options = parser.parse_args()
+    settings = load_profile(options.profile)
+    os.environ.update(settings.process_environment("kernel"))
+    from helpers.checkpoints import starting_checkpoint
+
+    checkpoint, rows = starting_checkpoint(settings), []
+    options.out.mkdir(parents=True, exist_ok=True)
+    for way in options.ways:
+        more, cycles = one_way(way, options, checkpoint)
+        rows += more
+        write(options.out / "footprint.csv", rows)
+        if cycles:
+            write(options.out / "footprint_cycles.csv", cycles)
+
+
+if __name__ == "__main__":
+    main()
