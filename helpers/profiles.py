@@ -212,6 +212,9 @@ _COMMON_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_USAGE_STATS_ENABLED": "0",  # no request to another host
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray must not hide GPUs by itself (verl 589, NeMo-RL 2252)
+    # Ray replaces a loopback address by this machine's outward one, at which our head does not listen. Ray's switch for
+    # systems without clusters keeps it: everything stays on loopback (ray 2.60, _private/services.py get_node_ip_address)
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
 _CPU_ENVIRONMENT = {
@@ -261,7 +264,7 @@ def _profiles() -> dict[str, Profile]:
             name="gpu", model=few_hundred_million, task="median-15", heldout=512,
             batch=BatchSettings(prompts=64, group_size=8), sampling=SamplingSettings(max_new_tokens=40),
             trainer=TrainerSettings(learning_rate=4e-5, micro_batch=512),
-            warm_start=WarmStartSettings(steps=400, learning_rate=4e-4, demonstrations=20_000),
+            warm_start=WarmStartSettings(steps=250, learning_rate=4e-4, demonstrations=20_000),
             **{**one_gpu, "rollout": beside},
         ),
         "gpu-20b": Profile(

@@ -361,7 +361,7 @@ show_figure(
 
 # %%
 names = [name for name, _ in reference.named_parameters()
-         if ".layers.1." not in name]
+         if ".layers.0." in name or ".layers." not in name]
 print(len(names), "kinds:", *(n.split("layers.0.")[-1] for n in names))
 
 # %% [markdown]
@@ -377,19 +377,19 @@ print(len(names), "kinds:", *(n.split("layers.0.")[-1] for n in names))
 # %%
 from helpers.weight_sync import send_tensors
 
-before = torch.cat([reference_logprobs(s) for s in sequences])
+def served_logprobs():
+    return torch.cat([torch.tensor(x)
+                      for x in server.prompt_logprobs(sequences)])
+
+before = served_logprobs()
 weights = dict(reference.named_parameters())
 kinds, changes, errors, seconds = [], [], [], []
 
-def compare_after_sync(name, version):
-    """Send one tensor; compare the server with the reference."""
+def send(name, version):
+    """Send the reference's present tensor of this name."""
     start = time.perf_counter()
     send_tensors(server, {name: weights[name].detach().clone()}, version)
     seconds.append(time.perf_counter() - start)
-    served = torch.cat([torch.tensor(x)
-                        for x in server.prompt_logprobs(sequences)])
-    wanted = torch.cat([reference_logprobs(s) for s in sequences])
-    return served, (served - wanted).abs().max().item()
 
 # %%
 for name in names:
@@ -397,12 +397,14 @@ for name in names:
     kept = weight.clone()
     noise = torch.randn(weight.shape, generator=generator)
     weight += 0.1 * noise.to(weight.device)
-    served, error = compare_after_sync(name, f"changed {name}")
+    send(name, f"changed {name}")
+    served = served_logprobs()
+    wanted = torch.cat([reference_logprobs(s) for s in sequences])
     kinds.append(name.split("layers.0.")[-1])
     changes.append((served - before).abs().max().item())
-    errors.append(error)
+    errors.append((served - wanted).abs().max().item())
     weight.copy_(kept)
-    compare_after_sync(name, "restored")
+    send(name, "restored")
     print(f"{kinds[-1]:34}{changes[-1]:8.3f}{errors[-1]:10.1e}")
 
 # %%
@@ -440,7 +442,7 @@ run.record("sync_seconds_max", max(seconds))
 print(f"smallest change {min(changes):.3f} nat,",
       f"largest error {max(errors):.1e} nat,",
       f"slowest sync {max(seconds):.2f} s")
-assert min(changes) > 1e-2 or not exact
+assert min(changes) > 1e-2
 assert max(errors) < 1e-4 or not exact
 
 # %% [markdown]
@@ -458,8 +460,7 @@ fresh = roll_out(server, [problem], settings)
 print("before:", {e.weight_version for e in stale})
 print("after: ", {e.weight_version for e in fresh}, f"in {took:.2f} s")
 assert {e.weight_version for e in fresh} == {"warm start"}
-served = [torch.tensor(x) for x in server.prompt_logprobs(sequences)]
-assert (torch.cat(served) - before).abs().max() < 1e-4 or not exact
+assert (served_logprobs() - before).abs().max() < 1e-4 or not exact
 
 # %% [markdown]
 # ## 7 · Leave nothing behind
@@ -473,7 +474,9 @@ mine = [] if server.process is None else process_tree([server.pid])
 server.stop()
 left = [pid for pid in mine if pss(pid) > 0]  # bytes it still holds
 files = set(os.listdir("/dev/shm")) - shared_memory
-weights_left = [name for name in files if name.startswith("torch_")]
+counters = f"torch_{os.getpid()}_" if settings.device == "cuda" else "-"
+weights_left = [name for name in files if name.startswith("torch_")
+                and not name.startswith(counters)]  # CUDA's, 80 kB, at exit
 run.record("processes_left", len(left))
 print(f"{len(mine)} processes were started, {len(left)} are left;",
       f"{len(weights_left)} weight files in shared memory")

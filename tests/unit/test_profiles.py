@@ -101,3 +101,20 @@ def test_settings_import_neither_torch_nor_an_engine():
         "bad = {'torch', 'transformers', 'megatron', 'sglang', 'ray'} & set(sys.modules); assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=dict(os.environ))
+
+
+ADDRESS = """
+import ray._private.services as services
+services.node_ip_address_from_perspective = lambda address=None: "192.0.2.2"  # as on a machine with a default route
+print(services.canonicalize_bootstrap_address("127.0.0.1:6379"))
+"""
+
+
+@pytest.mark.parametrize(("told", "address"), [(True, "127.0.0.1:6379"), (False, "192.0.2.2:6379")])
+def test_ray_stays_on_loopback_though_the_machine_has_another_address(told, address):
+    """Without our environment Ray's driver looks for the head where it does not listen (seen on a GPU host)."""
+    name = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+    environment = {k: v for k, v in os.environ.items() if k != name}
+    environment |= {name: load_profile("cpu").process_environment("kernel")[name]} if told else {}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", ADDRESS], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == address, done.stderr
