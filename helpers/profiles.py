@@ -129,6 +129,8 @@ class RolloutSettings:
     # what puts gpt-oss's KV cache under it: "hook" (helpers/sglang_saver.py), "plain" (one pool for all layers, no windows),
     # or "stock" (nothing: SGLang 0.5.17 then keeps the cache when it is told to release it)
     kv_saver: str = "hook"
+    # graphs too: torch_memory_saver then has to be preloaded (hook_mode "preload"), else the server ends at its first capture
+    saver_graphs: bool = False
     # Measured on 2 cores (tests/bench/recorded/rollout_flags.csv): a rollout of 256 short answers takes 0.4 to 0.8 s
     # without the prefix tree and 0.6 to 1.3 s with it. Overlap is made for a GPU beside the CPU; off or on is within noise
     # here. An idle scheduler polls unless told to sleep, and would take a core from the trainer.
@@ -199,7 +201,7 @@ class Profile:
         if role == "server":
             env |= _SERVER_ENVIRONMENT
             if self.rollout.memory_saver:
-                env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
+                env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = str(int(self.rollout.saver_graphs))
                 env["GRPO_KV_SAVER"] = "1" if self.rollout.kv_saver == "hook" else "0"
         if self.device == "cpu":
             env |= _CPU_ENVIRONMENT

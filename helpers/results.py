@@ -147,7 +147,7 @@ METRICS: dict[str, Metric] = {
         "count", "of these, kinds that differ by more than 1e-4 of the largest logit or 1e-3 of their largest gradient", 0, 0
     ),
     "faults_planted": Metric("count", "known mistakes of other engines, put into the reference one at a time", 20),
-    "faults_unseen": Metric("count", "of these, mistakes that the comparison of logits does not see", 0, 3),
+    "faults_unseen": Metric("count", "of these, mistakes that the comparison of logits does not see (in bf16 more)", 0, 3),
     # 03 rollout
     "parity_sglang_hf_max_abs_logprob": Metric(
         "nat", "largest difference of a token's logprob, SGLang against Hugging Face", 0, 1e-3

@@ -806,10 +806,11 @@ def _random_checkpoint(settings: Profile) -> Path:
     folder = settings.checkpoint("random")
     if not (folder / "config.json").is_file():
         code = "import sys; from helpers import checkpoints, profiles; checkpoints.write_tiny_checkpoint(profiles.load_profile(sys.argv[1]))"
-        env = os.environ | settings.process_environment("kernel") | {"PYTHONPATH": str(PROJECT_ROOT)}
+        env = os.environ | settings.process_environment("kernel")
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", code, settings.name],
             env=env,
+            cwd=PROJECT_ROOT,
             capture_output=True,
             text=True,
         )

@@ -134,6 +134,16 @@ def test_checkpoint_bytes():
         anatomy.checkpoint_bytes(GPT_OSS_20B, "fp8")
 
 
+def test_gpt_oss_120b_to_the_last_parameter_and_byte():
+    """Worked by hand: 36 layers of 26,550,144 attention, 368,768 router, 128 x 24,891,840 expert and 5,760 norm parameters."""
+    layers = 36 * (26_550_144 + 368_768 + 128 * 24_891_840 + 5_760)
+    assert anatomy.total_parameters(GPT_OSS_120B) == layers + 2 * 579_133_440 + 2_880 == 116_829_156_672
+    assert len(anatomy.tensor_shapes(GPT_OSS_120B)) == 36 * 17 + 3 == 615
+    assert anatomy.checkpoint_bytes(GPT_OSS_120B, "bf16") == 2 * 116_829_156_672
+    matrices = 36 * 128 * 24_883_200  # 4 bits a value and 8 for every 32: 17/32 of a byte each
+    assert anatomy.checkpoint_bytes(GPT_OSS_120B, "mxfp4") == matrices * 17 // 32 + 2 * (116_829_156_672 - matrices)
+
+
 def test_names_and_shapes_are_transformers_own():
     model = GptOssForCausalLM(GptOssConfig(**TINY))
     theirs = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
