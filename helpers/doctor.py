@@ -5,6 +5,9 @@
 Reads the checkpoint, talks HTTP to the server (whatever framework started it) and prints one table of pass, fail and
 "cannot tell". Numbers that disagree with transformers' are compared with those of transformers' model with each known
 fault planted (helpers.faults), and the fault that reproduces them is named. Needs no Megatron.
+
+Exit code: 0 nothing failed, 1 something failed, 2 bad usage, 3 nothing failed, but no comparison of the server's or of the
+trainer's numbers came to a verdict ("cannot tell" is no pass).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import json
 import logging
 import math
+import os
 import random
 import sys
 import textwrap
@@ -29,21 +33,28 @@ from helpers.anatomy import (
     FULL, GPT_OSS_20B, SLIDING, layer_types, read_architecture, tensor_shapes, total_parameters, yarn_correction_range,
 )  # fmt: skip
 from helpers.checkpoints import SPECIAL_TOKENS
-from helpers.faults import FAULTS, Fault, Fit, load_reference, logprobs, rank_faults, stale_faults
+from helpers.faults import (
+    FAULTS, Fault, Fit, by_mean, load_reference, logprobs, rank_faults, shifted_fits, stale_faults,
+)  # fmt: skip
 from helpers.harmony import STOP_TOKENS, encode, load_tokenizer
 from helpers.preflight import installed_versions
 from helpers.rollout import RolloutError, SGLangClient
 from helpers.tensor_files import (
-    TORCH_NAMES, CheckpointError, CheckpointReport, check_checkpoint, read_chunks, read_config, read_rows,
+    TORCH_NAMES, CheckpointError, CheckpointReport, NotGptOss, check_checkpoint, read_chunks, read_config, read_rows,
 )  # fmt: skip
 from helpers.weight_sync import send_tensors
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from torch import Tensor
     from transformers import GptOssForCausalLM
 
 log = logging.getLogger(__name__)
 PASS, FAIL, UNKNOWN = "pass", "fail", "cannot tell"
+NUMBERS = {  # the probes that compare numbers, by what they examine
+    "server": {"server: prefill logprobs", "server: decode equals prefill", "server: temperature"},
+    "trainer": {"trainer: logprobs", "trainer: gap to server"},
+}
 WIDTH = 100  # columns of the table
 FP32_TOLERANCE = 1e-4  # nats a token; sound engines in float32 stay below 1e-5
 NOISE = 0.1  # nats: mean gap that bfloat16 shows without a fault (0.01 to 0.08 measured on the tiny model: router flips)
@@ -59,6 +70,14 @@ class BadUsage(ValueError):
 
 class NotFinite(RolloutError):
     """The server's logprobs are no numbers."""
+
+
+class Unusable(ValueError):
+    """A file that a probe needs is no good. symptom: a key of ADVICE; verdict: what that makes of the probe."""
+
+    def __init__(self, message: str, symptom: str, verdict: str = FAIL):
+        super().__init__(message)
+        self.symptom, self.verdict = symptom, verdict
 
 
 @dataclass(frozen=True)
@@ -150,6 +169,15 @@ class Case:
 ADVICE: dict[str, tuple[str, str]] = {
     "damaged": ("an interrupted download or export, or a config of another model",
                 "fetch or export it again; nothing else was examined"),
+    "not gpt-oss": ("this is not a gpt-oss checkpoint",
+                    "name the right folder: the one with gpt-oss's config.json and weights"),
+    "unreadable": ("permissions, or a folder in the place of a file",
+                   "make it readable for this user; nothing else was examined"),
+    "bad table": ("an interrupted download, or edited by hand", "take the file that came with the model"),
+    "no tokenizer": ("weights were saved without their tokenizer; a server could take token ids only",
+                     "copy tokenizer.json and tokenizer_config.json from the model that this one was trained from"),
+    "bad tokenizer": ("an interrupted download or an unreadable file; no server would start with it",
+                      "copy tokenizer.json from the model that this one was trained from"),
     "square": ("shapes do not show it", "compare numbers: give --server or --trainer-logprobs"),
     "square gate_up": ("Megatron-Bridge tells plain checkpoints from MXFP4 by this shape alone and imports it transposed",
                        "choose another intermediate_size than half of hidden_size"),
@@ -293,10 +321,10 @@ def _some(names: Sequence[str]) -> str:
 
 
 def window_pattern(case: Case) -> Finding:
-    """Even layers slide, odd ones do not, and the window is a positive number of tokens."""
+    """Even layers slide, odd ones do not."""
     a, probe = read_architecture(case.config), "checkpoint: window"
     expected = tuple(FULL if i % 2 else SLIDING for i in range(a.num_hidden_layers))
-    if layer_types(a) == expected and a.sliding_window > 0:
+    if layer_types(a) == expected:
         return passed(probe, f"{a.sliding_window} tokens, the token included; even layers slide")
     pattern = "".join("S" if kind == SLIDING else "F" for kind in layer_types(a))
     return failed(probe, f"sliding_window {a.sliding_window}, layers {pattern} (S slides)", "layer pattern")
@@ -326,9 +354,8 @@ def swiglu_limit(case: Case) -> Finding:
 
 def stop_tokens(case: Case) -> Finding:
     """The end-of-sequence ids of generation_config.json and config.json."""
-    probe, tokenizer = "checkpoint: stop tokens", load_tokenizer(case.report.folder)
-    file = case.report.folder / "generation_config.json"
-    generation = json.loads(file.read_text()) if file.is_file() else {}
+    probe, tokenizer = "checkpoint: stop tokens", _tokenizer(case)
+    generation = _read_table(case.report.folder / "generation_config.json")
     ids = {i for config in (generation, case.config) for i in _as_list(config.get("eos_token_id"))}
     names = [tokenizer.id_to_token(i) or f"unknown id {i}" for i in sorted(ids)]
     shown = ", ".join(names) or "none"
@@ -341,12 +368,37 @@ def stop_tokens(case: Case) -> Finding:
 
 
 def _as_list(value: Any) -> list[int]:
-    return [] if value is None else value if isinstance(value, list) else [value]
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(type(i) is not int or i < 0 for i in ids):
+        raise Unusable(f"eos_token_id {value!r} is neither a token id nor a list of them", "bad table")
+    return ids
+
+
+def _tokenizer(case: Case) -> Tokenizer:
+    try:
+        return load_tokenizer(case.report.folder)
+    except FileNotFoundError as error:
+        raise Unusable(str(error), "no tokenizer", UNKNOWN) from error
+    except ValueError as error:
+        raise Unusable(str(error), "bad tokenizer") from error
+
+
+def _read_table(file: Path) -> dict[str, Any]:
+    """A JSON object that lies beside the weights; {} where there is no such file. Raises Unusable for anything else."""
+    try:
+        content = json.loads(file.read_text()) if file.exists() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise Unusable(f"{file.name} cannot be read: {error}", "bad table") from error
+    if not isinstance(content, dict):
+        raise Unusable(
+            f"{file.name} holds a {type(content).__name__}, not an object of settings", "bad table"
+        )
+    return content
 
 
 def special_tokens(case: Case) -> Finding:
     """Harmony's special tokens are one id each, and padding is not an end."""
-    probe, tokenizer = "checkpoint: special tokens", load_tokenizer(case.report.folder)
+    probe, tokenizer = "checkpoint: special tokens", _tokenizer(case)
     split = [t for t in SPECIAL_TOKENS if len(encode(tokenizer, t)) != 1]
     # generation_config.json of the release stops at the padding token too, and that does no harm
     pad, ends = case.config.get("pad_token_id"), _as_list(case.config.get("eos_token_id"))
@@ -360,8 +412,7 @@ def special_tokens(case: Case) -> Finding:
 def chat_template(case: Case) -> Finding:
     """Whether messages can be rendered by the checkpoint's own template."""
     folder, probe = case.report.folder, "checkpoint: chat template"
-    file = folder / "tokenizer_config.json"
-    inside = json.loads(file.read_text()).get("chat_template") if file.is_file() else None
+    inside = _read_table(folder / "tokenizer_config.json").get("chat_template")
     if inside or (folder / "chat_template.jinja").is_file():
         return passed(
             probe, "present; gpt-oss's prints the date and marks no assistant tokens: mask by spans"
@@ -402,7 +453,10 @@ def diagnose(case: Case, probe: str, scored: Scored, dtype: str) -> Finding:
     if case.reference is None:
         return _no_reference(case, probe)
     fits = rank_faults(case.reference, scored.sequences, scored.logprobs, case.faults)
-    gap = scored.logprobs - logprobs(case.reference, scored.sequences)
+    sound = logprobs(case.reference, scored.sequences)
+    if scored is case.trainer:  # whoever wrote the file may have shifted it
+        fits[1:] = sorted(fits[1:] + shifted_fits(scored.sequences, scored.logprobs, sound), key=by_mean)
+    gap = scored.logprobs - sound
     found = f"{_size(fits[0])} {_where(case, scored, gap)}"
     tolerance = case.tolerance_for(dtype)
     return _judge_by_fit(probe, fits, found) if tolerance is None else _judge(probe, fits, found, tolerance)
@@ -585,7 +639,7 @@ def served_temperature(case: Case) -> Finding:
 
 def served_stops(case: Case) -> Finding:
     """What ends an answer by the server's own defaults, told by forcing one token with a logit bias."""
-    probe, tokenizer = "server: stop tokens", load_tokenizer(case.report.folder)
+    probe, tokenizer = "server: stop tokens", _tokenizer(case)
     ids = {name: tokenizer.token_to_id(name) for name in ("<|end|>", *STOP_TOKENS)}
     ends = [name for name, token in ids.items() if token is not None and _ends_answer(case, token)]
     found = f"by default answers end at {', '.join(ends) or 'nothing'}"
@@ -709,10 +763,8 @@ def read_trainer_file(path: Path, vocab_size: int) -> Scored:
     """
     import torch
 
-    if not path.is_file():
-        raise BadUsage(f"--trainer-logprobs: there is no file {path}")
     sequences, parts = [], []
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+    for number, line in enumerate(_read_text(path).splitlines(), 1):
         if line.strip():
             tokens, values = _trainer_line(line, f"{path.name}, line {number}", vocab_size)
             sequences.append(tokens)
@@ -721,6 +773,17 @@ def read_trainer_file(path: Path, vocab_size: int) -> Scored:
     if not given.isfinite().any():
         raise BadUsage(f"{path.name} holds no logprob: each line needs tokens and their logprobs")
     return Scored(sequences, given)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        raise BadUsage(f"--trainer-logprobs: there is no file {path}") from None
+    except IsADirectoryError:
+        raise BadUsage(f"--trainer-logprobs: {path} is a folder: name the file in it") from None
+    except OSError as error:
+        raise BadUsage(f"--trainer-logprobs: {path} cannot be read ({error.strerror})") from error
 
 
 def _trainer_line(line: str, where: str, vocab_size: int) -> tuple[list[int], list]:
@@ -739,6 +802,10 @@ def _trainer_line(line: str, where: str, vocab_size: int) -> tuple[list[int], li
     if any(type(t) is not int or not 0 <= t < vocab_size for t in tokens):
         raise BadUsage(
             f"{where}: tokens have to be whole numbers from 0 to {vocab_size - 1}, the model's vocabulary"
+        )
+    if values[0] is not None and type(values[0]) not in (int, float):
+        raise BadUsage(
+            f"{where}: logprobs[0] is {values[0]!r}; it does not count and has to be null or a number"
         )
     for t, value in enumerate(values[1:], 1):
         if value is not None and (type(value) not in (int, float) or not -1e30 < value <= 1e-4):
@@ -788,10 +855,13 @@ def examine(case: Case) -> Iterator[Finding]:
 
 def _examine_server(case: Case) -> Iterator[Finding]:
     try:
-        case.info = ask(case.client, "/server_info")
+        info = ask(case.client, "/server_info")
+        if not isinstance(info.get("version"), str):
+            raise RolloutError(f"{case.client.url} is not an SGLang server: its /server_info has no version")
     except RolloutError as error:
         yield failed("server: reachable", str(error), "unreachable")
         return
+    case.info = info
     yield passed("server: reachable", case.client.url)
     for probe in SERVER_PROBES:
         findings = list(_guarded("server", probe, case))
@@ -802,14 +872,16 @@ def _examine_server(case: Case) -> Iterator[Finding]:
 
 def _guarded(area: str, probe: Probe, case: Case) -> Iterator[Finding]:
     """The probe's findings; an input that it cannot read becomes "cannot tell" and does not end the examination."""
+    name = f"{area}: {probe.__name__.replace('_', ' ')}"
     try:
         found = probe(case)
         yield from [found] if isinstance(found, Finding) else found
     except NotFinite as error:
-        yield failed(f"{area}: {probe.__name__.replace('_', ' ')}", str(error), "not finite served")
-    except (RuntimeError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        yield failed(name, str(error), "not finite served")
+    except Unusable as error:
+        yield Finding(name, error.verdict, str(error), *ADVICE[error.symptom])
+    except Exception as error:  # tokenizers raises plain Exception
         text = " ".join(str(error).split())[:300]
-        name = f"{area}: {probe.__name__.replace('_', ' ')}"
         yield unknown(name, f"{type(error).__name__}: {text}", "could not run")
 
 
@@ -839,7 +911,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m helpers.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="exit code: 0 nothing failed, 1 something failed, 2 bad usage", allow_abbrev=False,
+        allow_abbrev=False,
     )  # fmt: skip
     add = parser.add_argument
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="Hugging Face folder of a gpt-oss")
@@ -877,20 +949,46 @@ def _case(args: argparse.Namespace, report: CheckpointReport) -> Case:
 
 def _check_usage(args: argparse.Namespace) -> None:
     """Raises BadUsage for what argparse cannot see."""
-    if args.server and (
-        urlsplit(args.server).scheme not in ("http", "https") or not urlsplit(args.server).netloc
-    ):
-        raise BadUsage(f"--server {args.server!r} is no URL; it looks like http://127.0.0.1:30000")
+    if args.server and not _is_url(args.server):
+        raise BadUsage(
+            f"--server {args.server!r} is no URL with a port up to 65535; it looks like http://127.0.0.1:30000"
+        )
     if args.write and not args.server:
         raise BadUsage("--write changes a server's weights and needs --server URL")
     for name, value in (("--tolerance", args.tolerance), ("--max-reference-gb", args.max_reference_gb)):
         if value is not None and not 0 < value < float("inf"):
             raise BadUsage(f"{name} {value} has to be a positive number")
     for name, folder in (("--checkpoint", args.checkpoint), ("--older", args.older)):
-        if folder is not None and not folder.is_dir():
+        # os.path rather than Path: False, not an error, where one may not look
+        if folder is not None and os.path.isfile(folder):
+            raise BadUsage(f"{name}: {folder} is a file: name its folder")
+        if folder is not None and not os.path.isdir(folder):
             raise BadUsage(f"{name}: there is no folder {folder}")
-    if args.json and not args.json.parent.is_dir():
-        raise BadUsage(f"--json: there is no folder {args.json.parent}")
+    if args.json:
+        _check_output(args.json)
+
+
+def _is_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # an open bracket, or a port that is no number up to 65535
+        return False
+
+
+def _check_output(file: Path) -> None:
+    """Raises BadUsage where --json could not be written: better now than after the work."""
+    if not os.path.isdir(file.parent):
+        raise BadUsage(f"--json: there is no folder {file.parent}")
+    if os.path.isdir(file):
+        raise BadUsage(f"--json: {file} is a folder: name a file in it")
+    new = not os.path.lexists(file)
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise BadUsage(f"--json: {file} cannot be written ({error.strerror})") from error
+    if new:
+        file.unlink()
 
 
 def _check_older(older: Path, config: Mapping[str, Any]) -> None:
@@ -907,10 +1005,23 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
     try:
         report = check_checkpoint(args.checkpoint)
     except CheckpointError as error:
-        return [failed("checkpoint: files", str(error), "damaged")]
+        return [failed("checkpoint: files", str(error), _symptom(error))]
     if args.older:
         _check_older(args.older, report.config)
     return list(examine(_case(args, report)))
+
+
+def _symptom(error: CheckpointError) -> str:
+    if isinstance(error, NotGptOss):
+        return "not gpt-oss"
+    return "unreadable" if isinstance(error.__cause__, OSError) else "damaged"
+
+
+def _undecided(args: argparse.Namespace, findings: Sequence[Finding]) -> list[str]:
+    """What was given (server, trainer) and has no comparison of numbers that passed or failed."""
+    decided = {f.probe for f in findings if f.verdict != UNKNOWN}
+    given = {"server": args.server, "trainer": args.trainer_logprobs}
+    return [area for area, value in given.items() if value and not NUMBERS[area] & decided]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -922,9 +1033,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"doctor: {error} (--help shows the options)", file=sys.stderr)
         return 2
     print(table(findings))
-    if args.json:
-        args.json.write_text(json.dumps([asdict(f) for f in findings], indent=1) + "\n")
-    return int(any(f.verdict == FAIL for f in findings))
+    try:
+        if args.json:
+            args.json.write_text(json.dumps([asdict(f) for f in findings], indent=1) + "\n")
+    except OSError as error:
+        print(f"doctor: --json: {args.json} cannot be written ({error.strerror})", file=sys.stderr)
+        return 2
+    if any(f.verdict == FAIL for f in findings):
+        return 1
+    if undecided := _undecided(args, findings):
+        print(f"doctor: nothing was compared to a verdict: {' and '.join(undecided)}", file=sys.stderr)
+        return 3
+    return 0
 
 
 if __name__ == "__main__":

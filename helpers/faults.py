@@ -599,7 +599,44 @@ def rank_faults(
             fault = temperature(fit_temperature(model, sequences, given))
         with fault.plant(model):
             fits.append(fit(fault, logprobs(model, sequences)))
-    return [fit(None, sound), *sorted(fits, key=lambda f: f.mean)]
+    return [fit(None, sound), *sorted(fits, key=by_mean)]
+
+
+def by_mean(fit: Fit) -> tuple[bool, float]:
+    """Sorting key, best explanation first; a faulted model whose numbers overflowed (NaN) explains nothing."""
+    return math.isnan(fit.mean), fit.mean
+
+
+def shifted_fits(sequences: Sequence[Sequence[int]], given: Tensor, sound: Tensor) -> list[Fit]:
+    """`given` as logprobs of the token after, or before, the one that each stands at: no fault of the model.
+
+    given, sound: [sum of (length - 1)], as in `rank_faults`; sound: the reference's. Each sequence loses the token at its
+    edge; a direction that leaves less than half of the tokens that count is left out.
+    """
+    import torch
+
+    fits, lengths = [], [len(tokens) - 1 for tokens in sequences]
+    for offset in (1, -1):
+        parts = [torch.roll(part, -offset) for part in sound.split(lengths)]
+        for part in parts:
+            part[-1 if offset == 1 else 0] = math.nan
+        theirs = torch.cat(parts)
+        counts = given.isfinite() & theirs.isfinite()
+        if 2 * counts.sum() >= given.isfinite().sum():
+            gap, effect = (given - theirs)[counts].abs(), (theirs - sound)[counts].abs()
+            fits.append(Fit(_shifted(offset), gap.max().item(), gap.mean().item(), effect.max().item()))
+    return fits
+
+
+def _shifted(offset: int) -> Fault:
+    return Fault(
+        "shifted by one",
+        f"logprobs[t] is log p(tokens[t{offset:+d}] | before)",
+        "labels are shifted twice or not at all",
+        "shift once: the logits at t - 1 score tokens[t]; logprobs[0] is null, as nothing stands before it",
+        "transformers shifts labels in its loss, Megatron-LM expects them shifted",
+        lambda model: (),
+    )
 
 
 def fit_temperature(model: GptOssForCausalLM, sequences: Sequence[Sequence[int]], given: Tensor) -> float:
@@ -622,6 +659,6 @@ def _minimum(
     """Argument of the smallest value of f in [low, high]: a grid that closes in on its best point."""
     for _ in range(rounds):
         step = (high - low) / points
-        best = min((low + i * step for i in range(points + 1)), key=f)
-        low, high = best - step, best + step
+        best = min((min(low + i * step, high) for i in range(points + 1)), key=f)
+        low, high = max(low, best - step), min(high, best + step)
     return best

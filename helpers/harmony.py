@@ -290,16 +290,22 @@ def parse_ids(tokenizer: Tokenizer, ids: Iterable[int]) -> Answer:
 def load_tokenizer(folder: Path | str) -> Tokenizer:
     """The tokenizer of a checkpoint folder, through the `tokenizers` library alone (no torch in the kernel).
 
-    Raises FileNotFoundError naming the file when the folder has none.
+    Raises FileNotFoundError naming the file when the folder has none, ValueError when the file is no tokenizer.
     """
     from tokenizers import Tokenizer
 
     path = Path(folder) / "tokenizer.json"
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(
-            f"no tokenizer at {path}: is this a Hugging Face checkpoint folder? Run notebook 01 to make one"
+            f"no tokenizer at {path}: name a Hugging Face checkpoint folder, or copy the model's tokenizer.json there"
         )
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises plain Exception, whatever is wrong
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{path} is no readable tokenizer ({reason}): copy the model's tokenizer.json there again"
+        ) from error
 
 
 def encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

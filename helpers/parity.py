@@ -9,6 +9,7 @@ For small models in float32 on one rank: the whole checkpoint is written and rea
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -79,6 +80,8 @@ def parity_rows(
     unpadded, so padding that leaks shows. They must not hold pad_id: transformers gives its embedding no gradient.
     Raises ValueError for several ranks or pad_id among the tokens.
     """
+    import torch
+
     if trainer.settings.trainer.ranks > 1:
         raise ValueError(
             "parity_rows compares one rank with transformers; tests/integration/ranks.py compares ranks"
@@ -95,13 +98,16 @@ def parity_rows(
     for key, names in kinds.items():
         with _changed(trainer, reference, names):
             theirs = reference_logits(reference, sequences)
-            effect, gap = (
-                (theirs - plain).abs().max(),
-                (megatron_logits(trainer, batch, sequences) - theirs).abs().max(),
-            )
-        worst = [max(column) for column in zip(*(gradients[name] for name in names), strict=True)]
-        rows.append(ParityRow(*key, effect.item(), gap.item(), (gap / theirs.abs().max()).item(), *worst))
+            ours = megatron_logits(trainer, batch, sequences)
+        effect, gap = largest(theirs - plain), largest(ours - theirs)
+        worst = [largest(torch.tensor(column)) for column in zip(*(gradients[n] for n in names), strict=True)]
+        rows.append(ParityRow(*key, effect, gap, gap / largest(theirs), *worst))
     return rows
+
+
+def largest(values: Tensor) -> float:
+    """The largest absolute value, NaN if there is one. (Python's max drops a NaN that is not the first.)"""
+    return values.abs().max().item()
 
 
 def padded_batch(sequences: Sequence[Sequence[int]], pad_id: int = 0) -> Batch:
@@ -162,8 +168,8 @@ def gradient_gaps(
     ours = trainer.gradients(padded_batch(sequences, pad_id), supervised_loss)
     gaps = {}
     for name, theirs in reference_gradients(reference, sequences).items():
-        gap, largest = (ours[name].to(theirs) - theirs).abs().max().item(), theirs.abs().max().item()
-        gaps[name] = gap, gap / largest if largest else float(gap > 0)
+        gap, size = largest(ours[name].to(theirs) - theirs), largest(theirs)
+        gaps[name] = gap, gap / size if size else (0.0 if gap == 0 else math.inf)
     return gaps
 
 
@@ -193,7 +199,7 @@ def _load(trainer: MegatronTrainer, reference: GptOssForCausalLM, weights: dict[
 
 
 def parity_failures(
-    rows: Sequence[ParityRow], forward: float = 1e-4, gradient: float = 1e-3, effect: float = 1e-2
+    rows: Sequence[ParityRow], forward: float, gradient: float, effect: float = 1e-2
 ) -> list[str]:
     """One sentence for each row that breaks a limit; empty when the two models agree and every row could have shown it.
 
@@ -208,10 +214,10 @@ def parity_failures(
                 f"{where}: changing it moves no logit by more than {row.effect:.1e}, so the row shows nothing"
             )
         if not row.forward_abs < forward:
-            problems.append(f"{where}: forward differs by {row.forward_abs:.1e}, the limit is {forward:.0e}")
+            problems.append(f"{where}: forward differs by {row.forward_abs:.1e}, the limit is {forward:g}")
         if not row.gradient_rel < gradient:
             problems.append(
-                f"{where}: gradient differs by {row.gradient_rel:.1e} of its size, the limit is {gradient:.0e}"
+                f"{where}: gradient differs by {row.gradient_rel:.1e} of its size, the limit is {gradient:g}"
             )
     return problems
 

@@ -14,11 +14,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from helpers.anatomy import component_of, tensor_shapes
+from helpers.anatomy import Architecture, component_of, tensor_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,10 @@ CHUNK = 2**24  # bytes that are converted, read or written at a time
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be trusted; one line that names the file, the tensor and what to do next."""
+
+
+class NotGptOss(CheckpointError):
+    """The folder holds no gpt-oss checkpoint at all: no config.json, or that of another model."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ def check_checkpoint(folder: Path | str) -> CheckpointReport:
     folder = Path(folder)
     config = read_config(folder)
     quantised = is_quantised(config)
+    _check_sizes(folder / "config.json", config)
     try:
         expected = expected_tensors(config, quantised)
     except (ValueError, TypeError) as error:
@@ -101,19 +106,24 @@ def check_checkpoint(folder: Path | str) -> CheckpointReport:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a gpt-oss checkpoint. Raises CheckpointError where there is none or another model's."""
+    """config.json of a gpt-oss checkpoint.
+
+    Raises NotGptOss where there is none or another model's, CheckpointError for one that cannot be read.
+    """
     file = Path(folder) / "config.json"
     try:
         config = json.loads(file.read_text())
     except FileNotFoundError:
-        raise CheckpointError(
+        raise NotGptOss(
             f"{folder} has no config.json: name the folder of a Hugging Face checkpoint"
         ) from None
+    except OSError as error:
+        raise _unreadable(file, error) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is no JSON ({error}): fetch it again") from error
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if model_type != "gpt_oss":
-        raise CheckpointError(f"{file} describes a {model_type!r} model: name a gpt-oss checkpoint")
+        raise NotGptOss(f"{file} describes a {model_type!r} model: name a gpt-oss checkpoint")
     quantization = config.get("quantization_config") or {"quant_method": "mxfp4"}
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if method != "mxfp4":
@@ -121,6 +131,22 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{file}: quantization_config says {method!r}, only plain and MXFP4 checkpoints are read here; fetch one of them"
         )
     return config
+
+
+def _unreadable(file: Path, error: OSError) -> CheckpointError:
+    reason = error.strerror or type(error).__name__
+    return CheckpointError(f"{file} cannot be read ({reason}): it has to be a file that you may read")
+
+
+def _check_sizes(file: Path, config: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for a size that is no positive whole number; what is missing, read_architecture names."""
+    for name in (f.name for f in fields(Architecture) if f.type == "int"):
+        value = config.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise CheckpointError(
+                f"{file}: {name} is {value!r}, it has to be a positive whole number: take the config.json that came with "
+                "the weights"
+            )
 
 
 def is_quantised(config: Mapping[str, Any]) -> bool:
@@ -188,6 +214,8 @@ def _read_index(index: Path) -> dict[str, str]:
         homes = json.loads(index.read_text())["weight_map"]
         if not all(Path(file).name == file and file.endswith(".safetensors") for file in homes.values()):
             raise ValueError("a value of weight_map is no name of a .safetensors file beside it")
+    except OSError as error:
+        raise _unreadable(index, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{index} has no usable weight_map ({type(error).__name__}: {error}): fetch it again"
@@ -266,7 +294,8 @@ def _compare_form(name: str, tensor: StoredTensor, shape: tuple[int, ...], dtype
 def read_header(file: Path, wanted: Sequence[str] = ()) -> dict[str, StoredTensor]:
     """name -> StoredTensor of one safetensors file; the file is exactly as long as its header says.
 
-    wanted: names that should be in it, for the error. Raises CheckpointError for a missing, damaged or truncated file.
+    wanted: names that should be in it, for the error. Raises CheckpointError for a missing, unreadable, damaged or
+    truncated file.
     """
     holds = f", which should hold {wanted[0]}{_more(list(wanted))}" if wanted else ""
     try:
@@ -276,6 +305,8 @@ def read_header(file: Path, wanted: Sequence[str] = ()) -> dict[str, StoredTenso
             raise ValueError("it is no table of tensors")
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing{holds}: fetch the checkpoint again") from None
+    except OSError as error:
+        raise _unreadable(file, error) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}{holds}, has a damaged header ({error}): fetch it again") from error
     start = 8 + len(text)
@@ -521,10 +552,13 @@ def require_space(folder: Path, needed: int) -> None:
 
 
 def copy_companions(source: Path, folder: Path) -> None:
-    """Copy everything but weights and their index (tokenizer, config, generation_config ...) into `folder`."""
+    """Copy everything but weights and their index (tokenizer, config, generation_config ...) into `folder`.
+
+    Without permissions: the copies of a read-only source have to be writable, since config.json is changed afterwards.
+    """
     for file in Path(source).iterdir():
         if file.is_file() and file.suffix != ".safetensors" and file.name != INDEX:
-            shutil.copy(file, folder)
+            shutil.copyfile(file, folder / file.name)
 
 
 def plain_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:

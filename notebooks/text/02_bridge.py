@@ -702,8 +702,7 @@ for hook in hooks:
 
 # %% [markdown]
 # The logits are as right as before. Only the gradients tell, and only those of
-# the sinks. In training you would see a policy that learns almost as well as
-# it should.
+# the sinks.
 
 # %% [markdown]
 # ## 7 · The mistakes that people made
@@ -761,14 +760,15 @@ show_figure(
 
 # %% [markdown]
 # Look at the short bars first; they are the ones to fear. A bar as short as
-# "none" means that your test data cannot show the mistake: experts that never
-# reach the clamp at 7, or too few positions for YaRN's bounds to matter. The
-# mistake is there all the same and waits for longer prompts or larger weights.
+# "none" means that your test data cannot show the mistake: here, experts that
+# never reach the clamp at 7. Rounded YaRN bounds show hundreds of times less
+# than most, because 48 positions are few. Such a mistake is there all the same
+# and waits for longer prompts or larger weights.
 # `tests/integration/test_planted_faults.py` therefore repeats this with
 # weights that are made to show every one of them.
 #
-# And when an engine disagrees with you, turn the picture round: the mistake
-# whose numbers it reproduces is its mistake. `python -m helpers.doctor
+# And when an engine disagrees with you, turn the picture round: a mistake
+# whose numbers it reproduces is the first suspect. `python -m helpers.doctor
 # --checkpoint DIR --server URL` does that for a checkpoint and a server of
 # yours.
 
@@ -780,11 +780,12 @@ show_figure(
 #    Export gives every bit back.
 # 2. **Equal weights are not an equal model.** Compare logits on sequences
 #    longer than the window, and gradients of every kind of tensor. In float32
-#    rounding stays at a few millionths; a mistake is thousands of times that.
+#    rounding stays at a few millionths; nearly every mistake is thousands of
+#    times that.
 # 3. **Test data can hide mistakes.** Norms that are all ones cannot show that
-#    they were exchanged, a square matrix cannot show that it was transposed,
-#    short prompts cannot show YaRN. Plant the mistake to see that your test
-#    would have caught it.
+#    they were exchanged, a square matrix cannot show by its shape that it was
+#    transposed, small experts cannot show a missing clamp. Plant the mistake
+#    to see that your test would have caught it.
 
 # %% [markdown]
 # ### Try it

@@ -159,10 +159,11 @@ for name, ids in (("spans", by_spans), ("text", as_text)):
 assert (by_spans.count(end), as_text.count(end)) == (1, 2)
 
 # %% [markdown]
-# Once: the first opening is in the prompt, the second one the policy writes
-# after its own `<|end|>`. And the typed `<|end|>` stays five tokens of plain
-# text if the message is encoded span by span. As one string, it ends the
-# message, and whatever the user types next speaks in another role.
+# Once: the first opening is in the prompt, which the policy is given; the
+# second one it writes after its own `<|end|>`. And the typed `<|end|>` stays
+# five tokens of plain text if the message is encoded span by span. As one
+# string, it ends the message, and whatever the user types next speaks in
+# another role.
 
 # %% [markdown]
 # ## 3 · One answer, then a group
@@ -252,7 +253,8 @@ def reference_logprobs(tokens, temperature=1.0):
 def largest_gap(theirs, ours):
     """Largest |difference| over lists of logprobs, one a sequence."""
     pairs = zip(theirs, ours, strict=True)
-    return max((torch.as_tensor(a) - b).abs().max().item() for a, b in pairs)
+    gaps = [(torch.as_tensor(a) - b).abs() for a, b in pairs]
+    return torch.cat(gaps).max().item()  # NaN if there is one
 
 m = settings.model
 generator = torch.Generator().manual_seed(SEED)

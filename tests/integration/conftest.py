@@ -143,14 +143,15 @@ def processes():
 
 # --- a model in which nothing equals anything ---------------------------------------------------------------------------
 AWKWARD = {
-    "hidden_size": 80, "intermediate_size": 112, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16,
-    "num_local_experts": 5, "num_experts_per_tok": 3, "num_hidden_layers": 4, "vocab_size": 72, "sliding_window": 16,
+    "hidden_size": 80, "intermediate_size": 112, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 24,
+    "num_local_experts": 5, "num_experts_per_tok": 2, "num_hidden_layers": 4, "vocab_size": 72, "sliding_window": 16,
 }  # fmt: skip
 
 
 @pytest.fixture(scope="session")
 def awkward(settings):
-    """Settings of a gpt-oss of awkward shapes: 6 heads (96 wide), 5 experts, hidden 80, inner 112, two layers of each kind."""
+    """Settings of a gpt-oss of awkward shapes: 6 heads of 24, 3 key-value heads, top-2 of 5 experts,
+    hidden 80, inner 112, window 16, two layers of each kind."""
     return load_profile(
         "cpu", **{"trainer.learning_rate": 1e-3}, **{f"model.{k}": v for k, v in AWKWARD.items()}
     )

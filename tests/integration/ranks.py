@@ -106,8 +106,10 @@ def logits_of(trainer, batch):
     return torch.cat(shares)
 
 
-def measure(settings, checkpoint: Path, rank: int) -> dict:
-    """What this layout computes: logits, the export before training, STEPS steps, the export after them."""
+def measure(settings, checkpoint: Path, rank: int, folder: Path) -> dict:
+    """What this layout computes: logits, the export before training, STEPS steps, the export after them, also in `folder`."""
+    import torch.distributed as dist
+
     from helpers.bridge import compare_weights
     from helpers.trainer import MegatronTrainer
 
@@ -115,7 +117,17 @@ def measure(settings, checkpoint: Path, rank: int) -> dict:
     difference = compare_weights(trainer.export(), checkpoint)
     logits = logits_of(trainer, batch)
     steps = [trainer.update(batch) for _ in range(STEPS)]
-    return {"difference": difference, "logits": logits, "steps": steps, "weights": trainer.export()}
+    trainer.export_checkpoint(folder)
+    dist.barrier()
+    weights = trainer.export()
+    written = compare_weights(weights, folder)
+    return {
+        "difference": difference,
+        "logits": logits,
+        "steps": steps,
+        "weights": weights,
+        "written": written,
+    }
 
 
 def master_weights(world: int, checkpoint: Path, rank: int) -> dict:
@@ -147,7 +159,7 @@ def run_rank(rank: int, world: int, port: int, checkpoint: Path, out: Path) -> N
     dist.init_process_group("gloo", rank=rank, world_size=world, store=store)
     for name, layout in LAYOUTS[world].items():
         with uncorrected(name.endswith("uncorrected")):
-            result = measure(profile(world, layout), checkpoint, rank)
+            result = measure(profile(world, layout), checkpoint, rank, out / f"{world}-{name}")
         # the loss is known to the last pipeline stage, which holds the last rank
         if rank == world - 1:
             torch.save(result, out / f"{world}-{name}.pt")

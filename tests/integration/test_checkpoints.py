@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from helpers.bridge import compare_weights, export_weights, load_megatron
 from helpers.checkpoints import CheckpointError, save_streamed, save_weights, write_tiny_checkpoint
+from helpers.faults import FAULTS
 from helpers.mxfp4 import dequantised_checkpoint, write_mxfp4_checkpoint
 from helpers.profiles import load_profile
 from helpers.tensor_files import check_checkpoint
@@ -92,13 +93,14 @@ def test_logits_agree_with_transformers(folders, load_reference, width, form):
 
 
 def test_a_turned_square_matrix_is_seen_by_the_logits(folders, load_reference):
-    """The control of the test above: 1e-4 is far below what one turned matrix does."""
-    model = load_reference(folders(HIDDEN)["plain"])
-    before, _ = logits(lambda t: model(t).logits)
-    experts = model.model.layers[0].mlp.experts
-    experts.down_proj.data = experts.down_proj.data.transpose(1, 2).contiguous()
-    after, _ = logits(lambda t: model(t).logits)
-    assert (after - before).abs().max() > 0.1
+    """Megatron against a reference with the fault: what the test above would say if one of the two turned down_proj."""
+    folder = folders(HIDDEN)["plain"]
+    model, reference = megatron(folder, HIDDEN), load_reference(folder)
+    _, tokens = logits(lambda t: t)
+    ours, _ = logits(lambda t: model.module(t, torch.arange(LENGTH).expand_as(tokens), None))
+    with FAULTS["down-proj-transposed"].plant(reference):
+        turned, _ = logits(lambda t: reference(t).logits)
+    assert (ours - turned).abs().max() > 0.1
 
 
 @WIDTHS

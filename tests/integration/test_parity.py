@@ -10,6 +10,7 @@ from helpers.profiles import load_profile
 from helpers.results import write_csv
 
 pytestmark = pytest.mark.engine
+LIMITS = dict(forward=1e-4, gradient=1e-5)  # of a logit; of the tensor's largest gradient (measured: 5e-6)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def test_every_kind_of_tensor_forward_and_backward(awkward_trainer, awkward_refe
     rows = parity_rows(awkward_trainer, awkward_reference, awkward_sequences)
     keep(rows, "before-training")
     assert len(rows) == 2 * 17 + 3
-    assert parity_failures(rows) == []
+    assert parity_failures(rows, **LIMITS) == []
 
 
 def test_the_comparison_leaves_both_models_as_they_were(
@@ -54,7 +55,7 @@ def test_every_kind_after_twenty_training_steps(
     awkward_reference.load_state_dict(after)
     rows = parity_rows(awkward_trainer, awkward_reference, awkward_sequences)
     keep(rows, "after-training")
-    assert parity_failures(rows) == []
+    assert parity_failures(rows, **LIMITS) == []
     awkward_trainer.load_weights(awkward_checkpoint)  # as the next test expects it
 
 

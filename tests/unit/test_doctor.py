@@ -148,6 +148,19 @@ def test_two_faults_at_once_are_not_passed_off_as_one(case, tmp_path):
     assert finding.cause.startswith(FAULTS["gate-up-halves"].what)
 
 
+@pytest.mark.parametrize("offset", [1, -1])
+def test_a_file_that_is_shifted_by_one_is_named_as_that(offset, case, tmp_path):
+    parts = logprobs(case.reference, sequences()).split([len(s) - 1 for s in sequences()])
+    rows = [[None, *part.tolist()] for part in parts]
+    rows = [[*row[1:], None] if offset == 1 else [None, *row[:-1]] for row in rows]
+    lines = [json.dumps({"tokens": s, "logprobs": r}) for s, r in zip(sequences(), rows, strict=True)]
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(lines))
+    finding = judged(case, path)
+    assert finding.verdict == FAIL and "labels are shifted twice or not at all" in finding.cause
+    assert f"log p(tokens[t{offset:+d}] | before)" in finding.cause and "shift once" in finding.cure
+
+
 def test_masked_tokens_are_left_out(case, tmp_path):
     sound = logprobs(case.reference, sequences())
     path = write_lines(tmp_path / "t.jsonl", sequences(), sound)
@@ -195,7 +208,7 @@ def test_a_reference_that_is_too_large_is_not_built(case, tmp_path, capsys, fold
     code, found, _ = run(
         capsys, tmp_path, "--checkpoint", folder, "--trainer-logprobs", path, "--max-reference-gb", "0.0001"
     )
-    assert (code, found["trainer: logprobs"].verdict) == (0, UNKNOWN)
+    assert (code, found["trainer: logprobs"].verdict) == (3, UNKNOWN)
     assert "allowed are 0.0001" in found["trainer: logprobs"].found
 
 
@@ -277,6 +290,17 @@ def _no_tokenizer(weights, config, folder):
     (folder / "tokenizer.json").unlink()
 
 
+def _put(name, text):
+    return lambda weights, config, folder: (folder / name).write_text(text)
+
+
+def _eos(value):
+    def damage(weights, config, folder):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+
+    return damage
+
+
 @pytest.mark.parametrize(
     "damage, probe, verdict, words",
     [
@@ -314,7 +338,26 @@ def _no_tokenizer(weights, config, folder):
         (_lost_special, "checkpoint: special tokens", FAIL, "not one id: <|channel|>"),
         (_no_template, "checkpoint: chat template", UNKNOWN, "none in this folder"),
         (_template_inside, "checkpoint: chat template", PASS, "present"),
-        (_no_tokenizer, "checkpoint: stop tokens", UNKNOWN, "FileNotFoundError: no tokenizer at"),
+        (_no_tokenizer, "checkpoint: stop tokens", UNKNOWN, "no tokenizer at"),
+        (_eos("2"), "checkpoint: stop tokens", FAIL, "eos_token_id '2' is neither"),
+        (
+            _put("generation_config.json", "[1]"),
+            "checkpoint: stop tokens",
+            FAIL,
+            "generation_config.json holds a list",
+        ),
+        (
+            _put("generation_config.json", "{"),
+            "checkpoint: stop tokens",
+            FAIL,
+            "generation_config.json cannot be read",
+        ),
+        (
+            _put("tokenizer_config.json", "[1]"),
+            "checkpoint: chat template",
+            FAIL,
+            "tokenizer_config.json holds a list",
+        ),
     ],
 )
 def test_damage_is_found_and_nothing_else(damage, probe, verdict, words, folder, tmp_path, capsys):
@@ -324,6 +367,62 @@ def test_damage_is_found_and_nothing_else(damage, probe, verdict, words, folder,
     assert found[probe].verdict == verdict and words in found[probe].found
     assert verdict == PASS or (found[probe].cause and found[probe].cure)
     assert {p for p, f in found.items() if f.verdict == FAIL} == ({probe} if verdict == FAIL else set())
+
+
+@pytest.mark.parametrize("content", ["{", "{}", None])
+def test_a_damaged_tokenizer_is_two_failures_and_no_traceback(content, folder, tmp_path, capsys):
+    def damage(weights, config, copy):
+        (copy / "tokenizer.json").unlink()
+        (copy / "tokenizer.json").mkdir() if content is None else (copy / "tokenizer.json").write_text(
+            content
+        )
+
+    copy = save_weights(load_file(folder / "model.safetensors"), folder, tmp_path / "copy")
+    damage(None, None, copy)
+    code, found, _ = run(capsys, tmp_path, "--checkpoint", copy)
+    bad = {p: f for p, f in found.items() if f.verdict == FAIL}
+    assert code == 1 and set(bad) == {"checkpoint: stop tokens", "checkpoint: special tokens"}
+    assert all("tokenizer.json is no readable tokenizer" in f.found for f in bad.values())
+    assert all((f.cause, f.cure) == ADVICE["bad tokenizer"] for f in bad.values())
+
+
+def test_a_tokenizer_that_cannot_encode_does_not_end_the_examination(folder, tmp_path, capsys):
+    """tokenizers raises plain Exception for a vocabulary without a token for unknown text."""
+    from tokenizers import Tokenizer, models
+
+    copy = save_weights(load_file(folder / "model.safetensors"), folder, tmp_path / "copy")
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]")).save(str(copy / "tokenizer.json"))
+    code, found, _ = run(capsys, tmp_path, "--checkpoint", copy)
+    assert code == 1 and found["checkpoint: special tokens"].verdict == UNKNOWN
+    assert "checkpoint: takes updates" in found
+
+
+def test_the_cure_of_a_missing_tokenizer_is_the_models_own(folder, tmp_path, capsys):
+    code, found, printed = run(
+        capsys, tmp_path, "--checkpoint", copied(folder, tmp_path / "copy", _no_tokenizer)
+    )
+    assert code == 0 and "notebook" not in printed
+    for probe in ("checkpoint: stop tokens", "checkpoint: special tokens"):
+        assert (found[probe].verdict, found[probe].cure) == (UNKNOWN, ADVICE["no tokenizer"][1])
+
+
+def test_what_is_no_gpt_oss_checkpoint_is_not_called_an_interrupted_download(folder, tmp_path, capsys):
+    empty, other = tmp_path / "empty", tmp_path / "other"
+    empty.mkdir()
+    other.mkdir()
+    (other / "config.json").write_text('{"model_type": "llama"}')
+    for wrong in (empty, other):
+        code, found, _ = run(capsys, tmp_path, "--checkpoint", wrong)
+        finding = found["checkpoint: files"]
+        assert code == 1 and len(found) == 1 and (finding.cause, finding.cure) == ADVICE["not gpt-oss"]
+
+
+def test_a_config_that_is_a_folder_is_one_failure(tmp_path, capsys):
+    (tmp_path / "model" / "config.json").mkdir(parents=True)
+    code, found, _ = run(capsys, tmp_path, "--checkpoint", tmp_path / "model")
+    finding = found["checkpoint: files"]
+    assert code == 1 and "config.json cannot be read (Is a directory)" in finding.found
+    assert (finding.cause, finding.cure) == ADVICE["unreadable"]
 
 
 def test_a_truncated_file_is_the_only_finding(folder, tmp_path, capsys):
@@ -384,6 +483,48 @@ def test_no_server_and_another_server_are_one_failure_each(folder, tmp_path, cap
         assert finding.verdict == FAIL and url.rstrip("/") in finding.found and "curl" in finding.cure
 
 
+@pytest.fixture
+def json_server():
+    """Serves one JSON object whatever it is asked: (its address, the object, to be changed)."""
+    answer = {}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            body = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *arguments):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", answer
+        server.shutdown()
+
+
+def test_a_server_that_answers_anything_with_an_empty_object_is_no_sglang(
+    folder, tmp_path, capsys, json_server
+):
+    code, found, _ = run(capsys, tmp_path, "--checkpoint", folder, "--server", json_server[0])
+    assert code == 1 and [p for p in found if p.startswith("server")] == ["server: reachable"]
+    finding = found["server: reachable"]
+    assert finding.verdict == FAIL and "is not an SGLang server" in finding.found and "curl" in finding.cure
+
+
+def test_a_server_whose_numbers_nobody_could_compare_is_code_3(folder, tmp_path, capsys, json_server):
+    url, answer = json_server
+    answer["version"] = "0"
+    assert main(["--checkpoint", str(folder), "--server", url]) == 3
+    out, err = capsys.readouterr()
+    assert " 0 fail" in out and err == "doctor: nothing was compared to a verdict: server\n"
+
+
 # --- usage --------------------------------------------------------------------------------------------------------------
 
 
@@ -403,12 +544,40 @@ def test_no_server_and_another_server_are_one_failure_each(folder, tmp_path, cap
         (["--checkpoint", "{folder}", "--older", "{folder}/.."], "--older: "),
         (["--checkpoint", "{folder}", "--json", "nowhere/f.json"], "--json: there is no folder"),
         (["--checkpoint", "{folder}", "--trainer-logprobs", "nowhere"], "there is no file nowhere"),
+        (["--checkpoint", "{folder}", "--trainer-logprobs", "{folder}"], "is a folder: name the file in it"),
+        (
+            ["--checkpoint", "{folder}", "--trainer-logprobs", "{folder}/config.json/x"],
+            "cannot be read (Not a",
+        ),
+        (["--checkpoint", "{folder}/config.json"], "config.json is a file: name its folder"),
+        (
+            ["--checkpoint", "{folder}", "--older", "{folder}/config.json"],
+            "config.json is a file: name its folder",
+        ),
+        (["--checkpoint", "{folder}", "--json", "{folder}"], "is a folder: name a file in it"),
+        (["--checkpoint", "{folder}", "--json", "/proc/nowhere"], "cannot be written"),
+        (["--checkpoint", "{folder}", "--server", "http://[::1"], "no URL"),
+        (["--checkpoint", "{folder}", "--server", "http://:30000"], "no URL"),
+        (
+            ["--checkpoint", "{folder}", "--server", "http://localhost:70000"],
+            "no URL with a port up to 65535",
+        ),
+        (["--checkpoint", "{folder}", "--server", "http://localhost:-1"], "no URL with a port"),
+        (["--checkpoint", "{folder}", "--server", "http://localhost:port"], "no URL with a port"),
     ],
 )
 def test_bad_usage_is_one_line_and_code_2(arguments, words, folder, capsys):
     assert main([a.format(folder=folder) for a in arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and words in err and err.count("\n") == 1
+
+
+def test_a_disk_that_fills_up_meanwhile_costs_the_file_and_not_the_table(folder, capsys):
+    assert main(["--checkpoint", str(folder), "--json", "/dev/full"]) == 2
+    out, err = capsys.readouterr()
+    assert (
+        " 0 fail" in out and err == "doctor: --json: /dev/full cannot be written (No space left on device)\n"
+    )
 
 
 def test_an_older_checkpoint_of_another_shape_is_refused(folder, tmp_path, capsys):
@@ -436,6 +605,9 @@ GOOD = '{"tokens": [1, 2, 3], "logprobs": [null, -1.0, null]}'
         ('{"tokens": [1, 2], "logprobs": [null, NaN]}', "logprobs[1] is nan"),
         ('{"tokens": [1, 2], "logprobs": [null, -Infinity]}', "logprobs[1] is -inf"),
         ('{"tokens": [1, 2], "logprobs": [null, "x"]}', "logprobs[1] is 'x'"),
+        ('{"tokens": [1, 2], "logprobs": ["x", -1.0]}', "logprobs[0] is 'x'"),
+        ('{"tokens": [1, 2], "logprobs": [true, -1.0]}', "logprobs[0] is True"),
+        ('{"tokens": [1, 2], "logprobs": [[], -1.0]}', "logprobs[0] is []"),
     ],
 )
 def test_a_bad_line_is_named(line, words, folder, tmp_path, capsys):

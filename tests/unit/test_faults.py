@@ -1,19 +1,25 @@
 """Every planted fault shows in the logprobs, differs from every other one, and leaves the model exactly as it was."""
 
 import itertools
+import math
 
 import pytest
 import torch
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from helpers.checkpoints import save_weights, write_tiny_checkpoint
 from helpers.faults import (
     FAULTS,
+    Fault,
+    _minimum,
     fit_temperature,
     fitting_faults,
     load_reference,
     logprobs,
     rank_faults,
+    shifted_fits,
     stale_faults,
     temperature,
 )
@@ -210,6 +216,49 @@ def test_the_temperature_is_found(value, model, sequences):
     assert fit_temperature(model, sequences, given) == pytest.approx(value, rel=1e-4)
     with temperature(value).plant(model):
         assert (logprobs(model, sequences) - given).abs().max() < 1e-5
+
+
+def test_the_temperature_stays_within_its_bounds(model, sequences, sound):
+    """Flat logprobs ask for an infinite temperature."""
+    flat = torch.full_like(sound, -math.log(64))
+    assert fit_temperature(model, sequences, flat) == pytest.approx(10, rel=0.2)
+    assert fit_temperature(model, sequences, flat) <= 10 * (1 + 1e-12)
+
+
+@drawn(st.floats(-5, 5), st.floats(0.01, 5), st.floats(-20, 20))
+def test_a_minimum_lies_within_its_bounds(low, width, target):
+    best = _minimum(lambda x: abs(x - target), low, low + width)
+    assert low <= best <= low + width
+    assert best == pytest.approx(min(max(target, low), low + width), abs=1e-4)
+
+
+@pytest.mark.parametrize("broken", ["first", "middle", "last"])
+def test_a_fault_whose_numbers_are_nan_comes_last(broken, model, sequences, sound):
+    def nan(model):
+        yield model.lm_head.weight, "data", model.lm_head.weight.data * math.nan
+
+    nans = Fault("nan", "", "", "", "", nan)
+    names = {"first": ["nan", "b", "a"], "middle": ["b", "nan", "a"], "last": ["b", "a", "nan"]}[broken]
+    faults = {"a": FAULTS["sinks-ignored"], "b": FAULTS["gate-up-halves"], "nan": nans}
+    with faults["a"].plant(model):
+        given = logprobs(model, sequences)
+    ranked = rank_faults(model, sequences, given, {name: faults[name] for name in names})[1:]
+    assert [fit.fault.name for fit in ranked] == ["sinks-ignored", "gate-up-halves", "nan"]
+
+
+@pytest.mark.parametrize("offset", [1, -1])
+def test_a_shift_by_one_is_found_in_either_direction(offset, sequences, sound):
+    lengths = [len(tokens) - 1 for tokens in sequences]
+    given = torch.cat([part.roll(-offset) for part in sound.split(lengths)])  # the edges hold what is wrong
+    exact = {fit.fault.what: fit.worst for fit in shifted_fits(sequences, given, sound)}
+    assert len(exact) == 2 and exact.pop(f"logprobs[t] is log p(tokens[t{offset:+d}] | before)") == 0
+    assert min(exact.values()) > LEAST
+
+
+def test_a_shift_is_not_told_from_too_few_tokens():
+    """Of two tokens one logprob counts, and no shifted one does."""
+    pair = torch.tensor([-1.0, -2.0])
+    assert shifted_fits([[1, 2], [3, 4]], pair, pair) == []
 
 
 def test_an_mxfp4_checkpoint_has_a_reference_in_float32(folders, tmp_path, sequences):

@@ -394,8 +394,22 @@ def test_a_vocabulary_needs_one_token_for_unknown_text():
 
 
 def test_a_folder_without_tokenizer_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no tokenizer at"):
+    with pytest.raises(FileNotFoundError, match="no tokenizer at .*: name a Hugging Face checkpoint folder"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "[1]", '{"model": {"type": "none"}}', b"\xff\xfe", None])
+def test_a_file_that_is_no_tokenizer_is_named(content, tmp_path):
+    """None: a folder in the place of the file, which nobody can read, whatever his permissions."""
+    file = tmp_path / "tokenizer.json"
+    file.mkdir() if content is None else file.write_bytes(
+        content if isinstance(content, bytes) else content.encode()
+    )
+    with pytest.raises(
+        ValueError, match="is no readable tokenizer .*: copy the model's tokenizer.json"
+    ) as error:
+        load_tokenizer(tmp_path)
+    assert str(file) in str(error.value) and "\n" not in str(error.value)
 
 
 # ---- transformers reads the same folder ----------------------------------------------------------------------

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from helpers.anatomy import checkpoint_bytes, tensor_shapes
 from helpers.mxfp4 import QUANTIZATION_CONFIG
 from helpers.tensor_files import (
-    INDEX, ITEM_BYTES, SINGLE, CheckpointError, TensorSpec, TensorWriter, check_checkpoint, dtype_name, expected_tensors,
-    publish_folder, read_chunks, read_header, read_rows, require_space, shard_plan,
+    INDEX, ITEM_BYTES, SINGLE, CheckpointError, NotGptOss, TensorSpec, TensorWriter, _read_index, check_checkpoint,
+    copy_companions, dtype_name, expected_tensors, publish_folder, read_chunks, read_config, read_header,
+    read_rows, require_space, shard_plan,
 )  # fmt: skip
 
 CONFIG = dict(
@@ -140,6 +141,12 @@ def turned(weights):
     weights[DOWN] = weights[DOWN].transpose(1, 2).contiguous()
 
 
+def a_folder_instead(file):
+    """What nobody can read, root included, whom permissions do not stop."""
+    file.unlink()
+    file.mkdir()
+
+
 def last_of(folder, file):
     """The tensor whose data is at the end of the file."""
     return max(read_header(folder / file).values(), key=lambda t: t.offset + t.nbytes)
@@ -216,7 +223,26 @@ SINGLE_DAMAGE = {
         lambda f: change_json(f / "config.json", lambda c: c.pop("hidden_size")), ["config.json", "'hidden_size'"],
     ),
     "config with a text as size": (
-        lambda f: change_json(f / "config.json", lambda c: c.update(hidden_size="64")), ["config.json"],
+        lambda f: change_json(f / "config.json", lambda c: c.update(hidden_size="64")),
+        ["config.json", "hidden_size is '64'", "positive whole number"],
+    ),
+    "config with a word as number of layers": (
+        lambda f: change_json(f / "config.json", lambda c: c.update(num_hidden_layers="two", layer_types=["x"] * 2)),
+        ["config.json", "num_hidden_layers is 'two'", "positive whole number"],
+    ),
+    "config with a negative number of layers": (
+        lambda f: change_json(f / "config.json", lambda c: c.update(num_hidden_layers=-1, layer_types=["x"] * 2)),
+        ["config.json", "num_hidden_layers is -1", "positive whole number"],
+    ),
+    "config without key-value heads": (
+        lambda f: change_json(f / "config.json", lambda c: c.update(num_key_value_heads=0)),
+        ["config.json", "num_key_value_heads is 0"],
+    ),
+    "config with yes as a size": (
+        lambda f: change_json(f / "config.json", lambda c: c.update(vocab_size=True)), ["vocab_size is True"],
+    ),
+    "config is a folder": (
+        lambda f: a_folder_instead(f / "config.json"), ["config.json cannot be read (Is a directory)"],
     ),
     "config of another quantisation": (
         lambda f: change_json(f / "config.json", lambda c: c.update(quantization_config={"quant_method": "fp8"})),
@@ -231,6 +257,7 @@ SINGLE_DAMAGE = {
     "no config": (lambda f: (f / "config.json").unlink(), ["no config.json"]),
 }  # fmt: skip
 SHARDED_DAMAGE = {
+    "shard is a folder": (lambda f: a_folder_instead(f / TWO), [f"{TWO} cannot be read (Is a directory)"]),
     "shard missing": (lambda f: (f / TWO).unlink(), [TWO, "is missing", "model.layers.1.input_layernorm.weight"]),
     "shard's header cut": (lambda f: cut(f / TWO, 100), [TWO, "model.layers.1.input_layernorm.weight", "damaged"]),
     "named by the index, not in its shard": (
@@ -317,6 +344,13 @@ def test_damage_in_mxfp4_is_named(mxfp4, damage):
     break_it(mxfp4)
     message = refusal(mxfp4)
     assert [word for word in words if word not in message] == [], message
+
+
+@pytest.mark.parametrize("damage", ["no config", "config of another model", "config is a list"])
+def test_what_is_no_gpt_oss_at_all_is_told_apart_from_damage(single, damage):
+    SINGLE_DAMAGE[damage][0](single)
+    with pytest.raises(NotGptOss):
+        read_config(single)
 
 
 @pytest.mark.parametrize("missing", [1, 100, 20_000])
@@ -483,6 +517,23 @@ def test_a_disk_that_is_too_small_is_found_before_anything_is_written(tmp_path):
         with TensorWriter(tmp_path, {"a": TensorSpec("F32", (10**15,))}):
             pass
     assert not list(tmp_path.iterdir())
+
+
+def test_an_index_that_cannot_be_read_is_named(sharded):
+    with pytest.raises(CheckpointError, match=r"nowhere.json cannot be read \(No such file"):
+        _read_index(sharded / "nowhere.json")
+
+
+def test_companions_of_a_read_only_source_can_be_changed(single, tmp_path):
+    """What writes a checkpoint rewrites config.json of its own copy."""
+    (single / "config.json").chmod(0o444)
+    target = tmp_path / "target"
+    target.mkdir()
+    copy_companions(single, target)
+    (target / "new").touch()
+    assert [file.name for file in target.iterdir() if file.name != "new"] == ["config.json"]
+    assert (target / "config.json").read_bytes() == (single / "config.json").read_bytes()
+    assert (target / "config.json").stat().st_mode == (target / "new").stat().st_mode
 
 
 def test_a_folder_is_replaced_whole(tmp_path):
