@@ -286,7 +286,7 @@ def test_wrong_default_stops_are_found(change, words, clean_server, examined, th
 
 @pytest.mark.parametrize("reply", [[], {"text": "hello"}, [{"meta_info": {}}]])
 def test_answers_of_another_form_end_in_cannot_tell(reply, clean_server, examined, threads):
-    """No traceback, and no update is tried on a server whose answers cannot be read."""
+    """No traceback, no update tried on a server whose answers cannot be read, and the exit code says that nothing was compared."""
     sent = []
 
     def ask(path, payload):
@@ -295,7 +295,7 @@ def test_answers_of_another_form_end_in_cannot_tell(reply, clean_server, examine
 
     with between(clean_server, ask) as url:
         code, found = examined("--server", url, "--write")
-    assert code == 0 and found["server: prefill"].verdict == found["server: sync"].verdict == UNKNOWN
+    assert code == 3 and found["server: prefill"].verdict == found["server: sync"].verdict == UNKNOWN
     assert "/update_weights_from_tensor" not in sent
 
 
