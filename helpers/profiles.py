@@ -15,6 +15,7 @@ from pathlib import Path
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 SHARED_VARIABLE = "GRPO_SHARED_SERVER"  # file with the address of the SGLang server that a series shares
 RUNS_VARIABLE = "GRPO_RUNS"  # another place for results than <project>/runs
+KV_SAVER_VARIABLE = "GRPO_KV_SAVER"  # "1": helpers/sglang_saver.py hooks this server
 DEVICE_VARIABLE = "GRPO_DEVICE"  # what a process was told to run on: "cpu" or "cuda"; never guessed
 
 
@@ -202,7 +203,7 @@ class Profile:
             env |= _SERVER_ENVIRONMENT
             if self.rollout.memory_saver:
                 env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = str(int(self.rollout.saver_graphs))
-                env["GRPO_KV_SAVER"] = "1" if self.rollout.kv_saver == "hook" else "0"
+                env[KV_SAVER_VARIABLE] = "1" if self.rollout.kv_saver == "hook" else "0"
         if self.device == "cpu":
             env |= _CPU_ENVIRONMENT
             if role == "server":

@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 from functools import partial
 
-KV_SAVER_VARIABLE = "GRPO_KV_SAVER"
+from helpers.profiles import KV_SAVER_VARIABLE
+
 POOL = "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool.__init__"
 
 

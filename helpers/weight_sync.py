@@ -56,8 +56,9 @@ def sync_weights(
         return SyncReport(version, 0, 0.0, clock.lap(), 0.0)
     tensors, size, export, send, buckets = 0, 0, 0.0, 0.0, 0
     try:
+        shapes = trainer.tensor_shapes()
         for server in servers:  # all of them before the first one changes
-            check_sync_target(server, trainer.tensor_shapes(), complete=True)
+            check_sync_target(server, shapes, complete=True)
         for bucket in _buckets(stream, bucket_bytes):
             export += clock.lap()
             for server in servers:

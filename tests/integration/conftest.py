@@ -114,19 +114,10 @@ def trainer(settings, checkpoint):
 
 @pytest.fixture(scope="session")
 def load_reference():
-    """folder -> the checkpoint in transformers, in its plainest implementation."""
-    import torch
-    from transformers import GptOssForCausalLM
-    from transformers.utils.logging import disable_progress_bar
+    """folder -> the checkpoint in transformers, in its plainest implementation. (Imported late: it brings torch.)"""
+    from helpers.faults import load_reference
 
-    disable_progress_bar()
-
-    def load(folder):
-        return GptOssForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-        ).eval()
-
-    return load
+    return load_reference
 
 
 @pytest.fixture

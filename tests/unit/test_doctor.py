@@ -33,30 +33,7 @@ from helpers.rollout import free_port
 from helpers.tensor_files import check_checkpoint
 
 
-def uneven(folder, generator, **model):
-    """A checkpoint in which no tensor is constant and some gates pass the clamp at 7, so that every fault can show."""
-    random = write_tiny_checkpoint(load_profile("cpu", **model), folder / "random")
-    weights = load_file(random / "model.safetensors")
-    for name, tensor in weights.items():
-        tensor += 0.1 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
-        if name.endswith("gate_up_proj"):
-            tensor *= 4
-    return save_weights(weights, random, folder / "uneven")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors are tiny: a second thread only waits
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """(checkpoint, an earlier one); experts are square, so that a transposed down_proj fits."""
-    root, generator = tmp_path_factory.mktemp("doctor"), torch.Generator().manual_seed(1)
-    return tuple(uneven(root / n, generator, **{"model.intermediate_size": 64}) for n in ("now", "older"))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +148,7 @@ def test_masked_tokens_are_left_out(case, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def bf16(tmp_path_factory):
+def bf16(tmp_path_factory, uneven):
     """(case of a bfloat16 checkpoint, a trainer that computes in bfloat16)."""
     root, generator = tmp_path_factory.mktemp("bf16"), torch.Generator().manual_seed(1)
     folder = uneven(root, generator, **{"model.dtype": "bfloat16", "model.intermediate_size": 64})

@@ -30,30 +30,7 @@ LEAST = 1e-3  # nats that a fault must change somewhere; sound engines in float3
 EQUIVALENT: set[frozenset[str]] = set()
 
 
-def uneven(folder, generator, **model):
-    """A checkpoint in which no tensor is constant and some gates pass the clamp at 7, so that every fault can show."""
-    random = write_tiny_checkpoint(load_profile("cpu", **model), folder / "random")
-    weights = load_file(random / "model.safetensors")
-    for name, tensor in weights.items():
-        tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
-        if name.endswith("gate_up_proj"):
-            tensor *= 4
-    return save_weights(weights, random, folder / "uneven")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors are tiny: a second thread only waits
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """(checkpoint, an earlier one): hidden_size == intermediate_size, so that a transposed down_proj fits."""
-    root, generator = tmp_path_factory.mktemp("faults"), torch.Generator().manual_seed(1)
-    return tuple(uneven(root / n, generator, **{"model.intermediate_size": 64}) for n in ("now", "older"))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

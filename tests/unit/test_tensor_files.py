@@ -322,27 +322,18 @@ def refusal(folder) -> str:
     return message
 
 
-@pytest.mark.parametrize("damage", SINGLE_DAMAGE)
-def test_damage_in_one_file_is_named(single, damage):
-    break_it, words = SINGLE_DAMAGE[damage]
-    break_it(single)
-    message = refusal(single)
-    assert [word for word in words if word not in message] == [], message
+DAMAGE = [
+    *(("single", name, case) for name, case in SINGLE_DAMAGE.items()),
+    *(("sharded", name, case) for name, case in SHARDED_DAMAGE.items()),
+    *(("mxfp4", name, case) for name, case in MXFP4_DAMAGE.items()),
+]
 
 
-@pytest.mark.parametrize("damage", SHARDED_DAMAGE)
-def test_damage_in_shards_is_named(sharded, damage):
-    break_it, words = SHARDED_DAMAGE[damage]
-    break_it(sharded)
-    message = refusal(sharded)
-    assert [word for word in words if word not in message] == [], message
-
-
-@pytest.mark.parametrize("damage", MXFP4_DAMAGE)
-def test_damage_in_mxfp4_is_named(mxfp4, damage):
-    break_it, words = MXFP4_DAMAGE[damage]
-    break_it(mxfp4)
-    message = refusal(mxfp4)
+@pytest.mark.parametrize(("kind", "name", "case"), DAMAGE, ids=[f"{kind}-{name}" for kind, name, _ in DAMAGE])
+def test_damage_is_named(request, kind, name, case):
+    folder, (break_it, words) = request.getfixturevalue(kind), case
+    break_it(folder)
+    message = refusal(folder)
     assert [word for word in words if word not in message] == [], message
 
 
