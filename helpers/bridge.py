@@ -11,7 +11,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -159,12 +159,19 @@ def load_megatron(folder: Path | str, settings: Profile, with_ddp: bool = True) 
     return MegatronModel(bridge, provider, chunks, {"load": time.perf_counter() - start})
 
 
-def export_weights(model: MegatronModel, cpu: bool = True) -> Iterator[tuple[str, Tensor]]:
+def export_weights(
+    model: MegatronModel, cpu: bool = True, tasks: Iterable | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor) one after the other; every rank must iterate, each gets the full tensors.
 
     The tensors may share memory with live parameters: clone before keeping or sending them.
+    cpu: move each finished tensor to the host; it is gathered and converted where the parameters are all the same.
+    tasks: the bridge's conversion tasks with weights from elsewhere (helpers.offload.staged_tasks).
     """
-    for weight in model.bridge.export_hf_weights(model.chunks, cpu=cpu, show_progress=False):
+    stream = model.bridge.export_hf_weights(
+        model.chunks, cpu=cpu, show_progress=False, conversion_tasks=tasks
+    )
+    for weight in stream:
         yield weight.param_name, weight.weight.detach()
 
 

@@ -72,23 +72,35 @@ def predicted_kv_bytes(settings: Profile, full_tokens: int, window_tokens: int) 
 # --- measured: tensors ------------------------------------------------------------------------------------------------
 def measured_trainer_bytes(trainer: MegatronTrainer) -> dict[str, int]:
     """Bytes of the trainer's real tensors, found by walking model, DDP buffers and optimizer state."""
-    module = trainer.model.module
-    buffers = [*module.buffers, *getattr(module, "expert_parallel_buffers", [])]
-    states = [s for o in _torch_optimizers(trainer.optimizer) for s in o.state.values()]
-    moments = sum(_size(s[k]) for s in states for k in ("exp_avg", "exp_avg_sq") if k in s)
+    module, optimizer = trainer.model.module, trainer.optimizer
     own = {p.data_ptr() for p in module.parameters()}
+    moments = [t for o in _torch_optimizers(optimizer) for t in _moments(o)]
     masters = {
-        p.data_ptr(): _size(p)
-        for o in _torch_optimizers(trainer.optimizer)
-        for g in o.param_groups
-        for p in g["params"]
+        p.data_ptr(): p for o in _torch_optimizers(optimizer) for g in o.param_groups for p in g["params"]
     }
     return {
         "weights": sum(_size(p) for p in module.parameters()),
-        "gradients": sum(_size(b.grad_data) for b in buffers),
-        "Adam moments": moments,
-        "master weights": sum(size for pointer, size in masters.items() if pointer not in own),
+        "gradients": sum(_size(b.grad_data) for b in gradient_buffers(module)),
+        "Adam moments": sum(_size(t) for t in moments),
+        "master weights": sum(_size(p) for pointer, p in masters.items() if pointer not in own),
     }
+
+
+def gradient_buffers(chunk) -> list:
+    """Megatron DDP's gradient buffers of a model chunk, those of expert-parallel weights too; each has grad_data."""
+    return [*chunk.buffers, *getattr(chunk, "expert_parallel_buffers", [])]
+
+
+def optimizer_tensors(optimizer) -> list:
+    """What Megatron's optimizer holds: Adam's moments so far, and the tensors that it updates (in bf16 fp32 copies)."""
+    inner = _torch_optimizers(optimizer)
+    return [t for o in inner for t in _moments(o)] + [
+        p.data for o in inner for g in o.param_groups for p in g["params"]
+    ]
+
+
+def _moments(optimizer) -> list:
+    return [s[k] for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq") if k in s]
 
 
 def _torch_optimizers(optimizer) -> list:

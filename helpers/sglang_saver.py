@@ -11,6 +11,7 @@ a GPU. The upstream source it was written against is in the patch manifest.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 
 from helpers.profiles import KV_SAVER_VARIABLE
@@ -25,12 +26,31 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(POOL, pools_under_the_saver, HookType.AROUND)
+    restore_preload(os.environ)
+
+
+def restore_preload(environment: Mapping[str, str]) -> bool:
+    """Give torch_memory_saver back the mode that SGLang launched this process for; returns whether that was needed.
+
+    SGLang preloads the saver's library into its scheduler. Where megatron-core is installed, sglang/srt/debug_utils/dumper.py
+    imports it, and megatron/core/inference/contexts/dynamic_context.py (0.19.2) sets hook_mode = "torch" for the whole process;
+    CUDA graphs can then not be put under the saver ("Only hook_mode=preload supports pauseable CUDA Graph").
+    """
+    if "torch_memory_saver" not in environment.get("LD_PRELOAD", ""):
+        return False
+    import sglang.srt.debug_utils.dumper  # noqa: F401  now, so that it does not come after this
+    from torch_memory_saver import torch_memory_saver
+
+    torch_memory_saver.hook_mode = "preload"
+    return True
 
 
 def pools_under_the_saver(upstream, self, *args, **kwargs):
     """SWAKVPool.__init__ with a pool class that puts the flag back: what is passed as the flag itself gets overwritten."""
     if "token_to_kv_pool_class" not in kwargs:
-        raise TypeError("SWAKVPool is no longer given its pool class by name: read sglang's swa_memory_pool.py anew")
+        raise TypeError(
+            "SWAKVPool is no longer given its pool class by name: read sglang's swa_memory_pool.py anew"
+        )
     kwargs["token_to_kv_pool_class"] = partial(_with_saver, kwargs["token_to_kv_pool_class"])
     return upstream(self, *args, **kwargs)
 

@@ -20,6 +20,7 @@ from helpers.bridge import (
 )  # fmt: skip
 from helpers.checkpoints import save_streamed
 from helpers.losses import clipped_policy_loss
+from helpers.offload import PARTS, TrainerMemory, Where, staged_tasks
 from helpers.profiles import Profile
 from helpers.records import Batch, LossOutput
 from helpers.tensor_files import read_config
@@ -89,6 +90,7 @@ class MegatronTrainer:
         with quiet_libraries():
             self._build_optimizer()
         self._require_fresh_master_weights()
+        self.memory = TrainerMemory(self.model.chunks, self.optimizer, settings.device)
 
     # --- what one step needs ------------------------------------------------------------------------------------------
     def update(self, batch: Batch, loss: Loss | None = None) -> dict[str, float]:
@@ -97,7 +99,7 @@ class MegatronTrainer:
         Raises FloatingPointError when the loss or the gradient norm is not finite; the weights are then unchanged.
         """
         start = time.perf_counter()
-        self._require_mode()
+        self._require("update", *PARTS)
         self._zero_gradients()
         sums = self._finite_gradients(batch, loss or policy_loss(self.settings))
         means = {name: total / max(count, 1e-12) for name, (total, count) in sums.items()}
@@ -114,7 +116,7 @@ class MegatronTrainer:
         """
         import torch
 
-        self._require_mode()
+        self._require("logprobs", "weights")
         kept: list[Tensor] = []
 
         def keep(logprobs: Tensor, part: Batch) -> LossOutput:
@@ -132,7 +134,7 @@ class MegatronTrainer:
         """
         import torch
 
-        self._require_mode()
+        self._require("gradients", "weights", "gradients")
         self._zero_gradients()
         self._finite_gradients(batch, loss or policy_loss(self.settings))
         parameters = [p for chunk in self.model.chunks for p in chunk.parameters()]
@@ -148,16 +150,21 @@ class MegatronTrainer:
 
     def export(self) -> dict[str, Tensor]:
         """{Hugging Face name: tensor} on the CPU, cloned: the receiver's own, not live parameters."""
-        self._require_mode()
-        return {name: tensor.clone().contiguous() for name, tensor in export_weights(self.model)}
+        return {name: tensor.clone().contiguous() for name, tensor in self.export_stream(cpu=True)}
 
-    def export_stream(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) one after the other, on the trainer's device; every rank must take all of them.
+    def export_stream(self, cpu: bool | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) one after the other; every rank must take all of them.
 
-        The tensors may share memory with live parameters: copy or send each before the next update.
+        On the trainer's device, or in host memory with cpu=True. The tensors may share memory with live parameters: copy or
+        send each before the next update. Offloaded weights are streamed from the host: a few of them are on the device at a
+        time, and the trainer stays as it was.
         """
-        self._require_mode()
-        return export_weights(self.model, cpu=self.settings.device == "cpu")
+        self._require("export")
+        cpu = self.settings.device == "cpu" if cpu is None else cpu
+        if self.memory.where["weights"] is Where.DEVICE:
+            return export_weights(self.model, cpu)
+        tasks = self.model.bridge.get_conversion_tasks(self.model.chunks)
+        return export_weights(self.model, cpu, staged_tasks(tasks, self.memory))
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that an export gives, from the checkpoint's config."""
@@ -167,8 +174,7 @@ class MegatronTrainer:
         """Write the present weights as a Hugging Face folder, tensor by tensor; its path on rank 0, None on the others."""
         import torch
 
-        self._require_mode()
-        stream = export_weights(self.model, cpu=True)
+        stream = self.export_stream(cpu=True)
         if self.rank:
             deque(stream, maxlen=0)
             return None
@@ -176,7 +182,7 @@ class MegatronTrainer:
 
     def load_weights(self, folder: Path | str) -> None:
         """Another checkpoint of the same shape, master weights included; optimizer moments and step count stay as they are."""
-        self._require_mode()
+        self._require("load_weights", "weights", "optimizer")
         with quiet_libraries():
             self.model.bridge.load_hf_weights(self.model.chunks, str(folder))
         self.optimizer.reload_model_params()
@@ -212,7 +218,7 @@ class MegatronTrainer:
         import torch.distributed as dist
         from megatron.core import dist_checkpointing
 
-        self._require_mode()
+        self._require("save", "weights", "optimizer")
         folder = Path(folder)
         partial_folder = folder.with_name(f".{folder.name}.partial")
         if self.rank == 0:
@@ -233,7 +239,7 @@ class MegatronTrainer:
         import torch
         from megatron.core import dist_checkpointing
 
-        self._require_mode()
+        self._require("resume", "weights", "optimizer")
         if not Path(folder).is_dir():
             raise FileNotFoundError(
                 f"no trainer checkpoint in {folder}: it is written every few steps by notebook 06"
@@ -251,7 +257,9 @@ class MegatronTrainer:
         return self.steps_done
 
     # --- inside -------------------------------------------------------------------------------------------------------
-    def _require_mode(self) -> None:
+    def _require(self, call: str, *parts: str) -> None:
+        """Megatron's CPU back end must hold in this thread, and these parts must be on the device."""
+        self.memory.require(*parts, call=call)
         if self.settings.device == "cpu":
             from helpers.cpu.megatron_backend import require_mode
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import base64
-import functools
 import io
 import pickle
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from helpers.rollout import RolloutError, SGLangClient, flush_cache
+from helpers.rollout import RolloutError, RolloutServer, SGLangClient, flush_cache, free_port
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,14 +25,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync did. seconds = export_seconds + send_seconds; buckets: requests to each server."""
+    """What one sync did, in seconds; buckets: requests to each server.
+
+    export_seconds: Megatron's tensors gathered (from other ranks, or from the host where they are offloaded) and converted.
+    transfer_seconds: packed and sent, or written. load_seconds: from then until the servers have taken them.
+    """
 
     version: str
     tensors: int
     megabytes: float
     export_seconds: float
-    send_seconds: float
+    transfer_seconds: float
+    load_seconds: float
     buckets: int = 1
+
+    @property
+    def send_seconds(self) -> float:
+        return self.transfer_seconds + self.load_seconds
 
     @property
     def seconds(self) -> float:
@@ -41,38 +53,137 @@ def sync_weights(
     servers: SGLangClient | list[SGLangClient],
     version: str,
     bucket_bytes: int = 1 << 30,
+    group: SyncGroup | None = None,
 ) -> SyncReport:
     """Stream the trainer's weights into every server; episodes sampled afterwards carry `version`.
 
     With several trainer ranks all of them call this (the export is collective); rank 0 sends. At most bucket_bytes, or one
-    tensor, is held beside the model. Raises RolloutError before anything is sent when one of the servers cannot take
-    these weights (see check_sync_target).
+    tensor, is held beside the model. Offloaded weights are streamed from the host and stay there.
+    group: broadcast through it; without one, tensors go as CUDA IPC handles on a GPU and by value on a CPU.
+    Raises RolloutError before anything is sent when one of the servers cannot take these weights (see check_sync_target).
     """
     servers = servers if isinstance(servers, list) else [servers]
     clock = _Clock(trainer.settings.device)
     stream = trainer.export_stream()
     if trainer.rank:
         deque(stream, maxlen=0)
-        return SyncReport(version, 0, 0.0, clock.lap(), 0.0)
-    tensors, size, export, send, buckets = 0, 0, 0.0, 0.0, 0
+        return SyncReport(version, 0, 0.0, clock.lap(), 0.0, 0.0)
+    tensors, size, export, transfer, load, buckets = 0, 0, 0.0, 0.0, 0.0, 0
     try:
         shapes = trainer.tensor_shapes()
         for server in servers:  # all of them before the first one changes
             check_sync_target(server, shapes, complete=True)
         for bucket in _buckets(stream, bucket_bytes):
             export += clock.lap()
-            for server in servers:
-                _post_tensors(server, bucket, version)
+            send = group.broadcast if group else partial(_post_to_each, servers)
+            transfer += send(bucket, version)
             tensors, buckets = tensors + len(bucket), buckets + 1
             size += sum(t.numel() * t.element_size() for t in bucket.values())
             bucket.clear()
-            send += clock.lap()
+            load += clock.lap()
         for server in servers:
             flush_cache(server.post)
     except BaseException:
         deque(stream, maxlen=0)  # the other ranks wait for it
         raise
-    return SyncReport(version, tensors, size / 1e6, export, send + clock.lap(), buckets)
+    return SyncReport(version, tensors, size / 1e6, export, transfer, load - transfer + clock.lap(), buckets)
+
+
+def sync_through_disk(
+    trainer: MegatronTrainer, server: RolloutServer, folder: Path, version: str
+) -> SyncReport:
+    """The trainer's weights as a Hugging Face folder, which the server then reads; needs disk for one copy.
+
+    One rank, or all of them on one machine. What other machines can do when nothing else connects the two.
+    """
+    clock = _Clock(trainer.settings.device)
+    written = trainer.export_checkpoint(folder)
+    transfer = clock.lap()
+    if written is None:
+        return SyncReport(version, 0, 0.0, 0.0, transfer, 0.0)
+    server.load_weights(written, version)
+    size = sum(file.stat().st_size for file in Path(written).glob("*.safetensors"))
+    return SyncReport(version, len(trainer.tensor_shapes()), size / 1e6, 0.0, transfer, clock.lap())
+
+
+class SyncGroup:
+    """A torch.distributed group of this process (rank 0) and its servers, for weights where no memory is shared.
+
+    `with SyncGroup(servers, "nccl") as group: sync_weights(trainer, servers, version, group=group)`; open it once a run.
+    backend: nccl between GPUs; gloo on CPUs, and on one GPU, since NCCL refuses two ranks on the same card. Servers of one
+    rank each (tp_size 1). Source: sglang's /init_weights_update_group and /update_weights_from_distributed.
+    """
+
+    def __init__(
+        self,
+        servers: SGLangClient | list[SGLangClient],
+        backend: str,
+        name: str = "weights",
+        timeout: float = 60.0,
+    ):
+        self.servers = servers if isinstance(servers, list) else [servers]
+        self.backend, self.name, self.timeout, self.group = backend, name, timeout, None
+
+    def __enter__(self) -> SyncGroup:
+        port, world = free_port(), len(self.servers) + 1
+        with ThreadPoolExecutor(len(self.servers)) as pool:
+            joining = [
+                pool.submit(
+                    server.post, "/init_weights_update_group", master_address="127.0.0.1", master_port=port,
+                    rank_offset=rank, world_size=world, group_name=self.name, backend=self.backend,
+                )
+                for rank, server in enumerate(self.servers, start=1)
+            ]  # fmt: skip
+            self.group = _join_group(self.backend, port, world, self.name, self.timeout)
+            for reply in joining:
+                _require_success(reply.result(self.timeout))
+        return self
+
+    def __exit__(self, *exc) -> None:
+        import torch.distributed as dist
+
+        for server in self.servers:
+            server.post("/destroy_weights_update_group", group_name=self.name)
+        dist.destroy_process_group(self.group)
+        self.group = None
+
+    def broadcast(self, bucket: dict[str, Tensor], version: str) -> float:
+        """Send the tensors to every server; returns the seconds of the broadcasts, once the servers have loaded them."""
+        import torch.distributed as dist
+
+        description = {
+            "names": list(bucket), "dtypes": [str(t.dtype).removeprefix("torch.") for t in bucket.values()],
+            "shapes": [list(t.shape) for t in bucket.values()], "group_name": self.name, "flush_cache": False,
+            "weight_version": version,
+        }  # fmt: skip
+        with ThreadPoolExecutor(len(self.servers)) as pool:
+            path = "/update_weights_from_distributed"
+            replies = [pool.submit(server.post, path, **description) for server in self.servers]
+            start = time.perf_counter()
+            for tensor in bucket.values():
+                dist.broadcast(tensor.contiguous(), src=0, group=self.group)
+            seconds = time.perf_counter() - start
+            for reply in replies:
+                _require_success(reply.result())
+        return seconds
+
+
+def _join_group(backend: str, port: int, world: int, name: str, timeout: float):
+    """Rank 0 of a process group beside the default one, whose other ranks are in other programs.
+
+    torch has no public call for that; this is the sequence that SGLang's servers go through at the same time
+    (sglang.srt.utils.common.init_custom_process_group, which a trainer cannot import without all of SGLang).
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    limit = timedelta(seconds=timeout)
+    store, rank, world = next(c10d.rendezvous(f"tcp://127.0.0.1:{port}", 0, world, timeout=limit))
+    store.set_timeout(limit)
+    group, _ = c10d._new_process_group_helper(
+        world, rank, [], c10d.Backend(backend), c10d.PrefixStore(name, store), group_name=name, timeout=limit
+    )
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(world)}
+    return group
 
 
 class _Clock:
@@ -140,32 +251,41 @@ def check_sync_target(
 def send_tensors(server: SGLangClient, weights: dict[str, Tensor], version: str) -> None:
     """Hand tensors (all or some) to a server and drop its cache. Raises RolloutError when they are refused, here or there."""
     check_sync_target(server, {name: tensor.shape for name, tensor in weights.items()})
-    _post_tensors(server, weights, version)
+    _post_to_each([server], weights, version)
     flush_cache(server.post)
 
 
-def _post_tensors(server: SGLangClient, weights: dict[str, Tensor], version: str) -> None:
-    """POST to /update_weights_from_tensor; returns when the server has copied them.
+def _post_to_each(servers: list[SGLangClient], weights: dict[str, Tensor], version: str) -> float:
+    """POST to each server's /update_weights_from_tensor; returns the seconds of packing, once the servers have loaded them.
 
     The payload is what SGLang's own MultiprocessingSerializer reads. GPU tensors travel as CUDA IPC handles. CPU tensors
     travel by value: handles would leave a shared-memory daemon alive for as long as the server remembers them, and a
     model that fits a CPU run is a megabyte.
     Source: sglang.srt.utils.MultiprocessingSerializer.
     """
-    on_gpu = any(tensor.is_cuda for tensor in weights.values())
-    payload = base64.b64encode((_handles if on_gpu else _values)(list(weights.items()))).decode()
-    reply = server.post(
-        "/update_weights_from_tensor",
-        serialized_named_tensors=[payload],
-        flush_cache=False,
-        weight_version=version,
-    )
-    if not reply.get("success"):
-        raise RolloutError(f"SGLang did not take the weights: {reply.get('message')}")
+    on_gpu, packing = any(tensor.is_cuda for tensor in weights.values()), 0.0
+    for server in servers:
+        start = time.perf_counter()
+        # once a server: each of them opens, and so counts down, handles of its own
+        payload = base64.b64encode((_handles if on_gpu else _values)(list(weights.items()))).decode()
+        packing += time.perf_counter() - start
+        reply = server.post(
+            "/update_weights_from_tensor",
+            serialized_named_tensors=[payload],
+            flush_cache=False,
+            weight_version=version,
+        )
+        _require_success(reply)
     if on_gpu:
         import torch
 
         torch.cuda.ipc_collect()  # else the memory behind the handles stays (slime 1731)
+    return packing
+
+
+def _require_success(reply: Mapping) -> None:
+    if not reply.get("success"):
+        raise RolloutError(f"SGLang did not take the weights: {reply.get('message')}")
 
 
 def _handles(named_tensors: list) -> bytes:
@@ -198,5 +318,6 @@ class _ByValue(pickle.Pickler):
             return NotImplemented
         if item.dim() != 1:
             return torch.reshape, (item.reshape(-1), tuple(item.shape))
-        raw = bytearray(item.detach().contiguous().view(torch.uint8).numpy().tobytes())
-        return functools.partial(torch.frombuffer, dtype=item.dtype), (raw,)
+        # a copy: numpy() would make the parameter's own storage one that cannot be offloaded
+        raw = bytearray(item.detach().clone().contiguous().view(torch.uint8).numpy().tobytes())
+        return partial(torch.frombuffer, dtype=item.dtype), (raw,)

@@ -107,7 +107,10 @@ def logits_of(trainer, batch):
 
 
 def measure(settings, checkpoint: Path, rank: int, folder: Path) -> dict:
-    """What this layout computes: logits, the export before training, STEPS steps, the export after them, also in `folder`."""
+    """What this layout computes: logits, the export before training, STEPS steps, the export after them.
+
+    The last once more in `folder`, written from offloaded weights.
+    """
     import torch.distributed as dist
 
     from helpers.bridge import compare_weights
@@ -117,9 +120,11 @@ def measure(settings, checkpoint: Path, rank: int, folder: Path) -> dict:
     difference = compare_weights(trainer.export(), checkpoint)
     logits = logits_of(trainer, batch)
     steps = [trainer.update(batch) for _ in range(STEPS)]
+    weights = trainer.export()
+    trainer.memory.offload()
     trainer.export_checkpoint(folder)
     dist.barrier()
-    weights = trainer.export()
+    trainer.memory.close()
     written = compare_weights(weights, folder)
     return {
         "difference": difference,

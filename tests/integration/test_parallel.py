@@ -77,7 +77,7 @@ def test_every_layout_exports_the_checkpoint_bit_by_bit(results, layout):
 
 @pytest.mark.parametrize("layout", ("1-one", *SOUND))
 def test_every_layout_writes_its_trained_weights_as_a_checkpoint(results, layout):
-    """Streamed to disk by rank 0 while all ranks take part; read back bit by bit."""
+    """From weights that are offloaded, streamed to disk by rank 0 while all ranks take part; read back bit by bit."""
     assert not results[layout]["written"], results[layout]["written"]
 
 

@@ -17,7 +17,9 @@ from helpers.records import Episode
 from helpers.rollout import RolloutError, RolloutServer, SGLangClient, free_port, roll_out
 from helpers.tasks import load_task
 from helpers.tensor_files import is_matrix
-from helpers.weight_sync import _values, check_sync_target, send_tensors, sync_weights
+from helpers.weight_sync import (
+    SyncGroup, _values, check_sync_target, send_tensors, sync_through_disk, sync_weights,
+)  # fmt: skip
 
 pytestmark = pytest.mark.engine
 WINDOW = load_profile("cpu").model.sliding_window
@@ -259,22 +261,68 @@ def test_what_a_server_takes_is_known_though_its_last_checkpoint_is_gone(clean_s
 
 
 def test_the_trainers_weights_arrive_whole(clean_server, trainer):
-    with torch.no_grad():
-        for parameter in trainer.model.module.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    moved(trainer, seed=3)
     shared_memory = set(os.listdir("/dev/shm"))
     report = sync_weights(trainer, clean_server, "7")
+    assert arrived(clean_server, trainer) < 1e-4
+    assert report.tensors == len(trainer.export()) and 0 < report.seconds < 60
+    assert clean_server.generate([[1, 2]], 0.0, 1, 1)[0]["meta_info"]["weight_version"] == "7"
+    left = {name for name in set(os.listdir("/dev/shm")) - shared_memory if name.startswith("torch_")}
+    assert not left, "weights stay in shared memory after a sync"
+
+
+def moved(trainer, seed: int) -> None:
+    with torch.no_grad():
+        for parameter in trainer.model.module.parameters():
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            parameter.add_(0.02 * noise)
+
+
+def arrived(server, trainer) -> float:
+    """Largest difference of a logprob between the server and the trainer."""
     episodes = [
         Episode(tuple(s[:1]), tuple(s[1:]), (0.0,) * (len(s) - 1), "stop", i)
         for i, s in enumerate(sequences())
     ]
     batch = collate(episodes, None, pad_id=0)
-    ours = trainer.logprobs(batch)[batch.loss_mask > 0]
-    assert (served(clean_server) - ours).abs().max() < 1e-4
-    assert report.tensors == len(trainer.export()) and 0 < report.seconds < 60
-    assert clean_server.generate([[1, 2]], 0.0, 1, 1)[0]["meta_info"]["weight_version"] == "7"
-    left = {name for name in set(os.listdir("/dev/shm")) - shared_memory if name.startswith("torch_")}
-    assert not left, "weights stay in shared memory after a sync"
+    return (served(server) - trainer.logprobs(batch)[batch.loss_mask > 0]).abs().max().item()
+
+
+def test_offloaded_weights_arrive_whole_and_stay_away(clean_server, trainer):
+    moved(trainer, seed=4)
+    trainer.memory.offload()
+    report = sync_weights(trainer, clean_server, "offloaded", bucket_bytes=100_000)
+    assert next(trainer.model.module.parameters()).untyped_storage().nbytes() == 0
+    trainer.memory.load_back()
+    assert arrived(clean_server, trainer) < 1e-4 and report.buckets > 3
+
+
+def test_weights_arrive_through_a_process_group(clean_server, trainer):
+    """Twice, and then once more in a second group: the first one is left properly."""
+    for version in ("first", "second"):
+        with SyncGroup(clean_server, "gloo") as group:
+            for part in ("a", "b"):
+                moved(trainer, seed=len(version + part))
+                report = sync_weights(trainer, clean_server, version + part, 100_000, group)
+                assert arrived(clean_server, trainer) < 1e-4
+    assert report.tensors == len(trainer.tensor_shapes()) and 0 < report.transfer_seconds < report.seconds
+    assert clean_server.generate([[1, 2]], 0.0, 1, 1)[0]["meta_info"]["weight_version"] == "secondb"
+
+
+def test_weights_arrive_through_the_disk(clean_server, trainer, tmp_path):
+    moved(trainer, seed=5)
+    report = sync_through_disk(trainer, clean_server, tmp_path / "step", "written")
+    assert arrived(clean_server, trainer) < 1e-4
+    assert report.transfer_seconds > 0 < report.load_seconds
+    assert clean_server.generate([[1, 2]], 0.0, 1, 1)[0]["meta_info"]["weight_version"] == "written"
+
+
+def test_a_server_that_does_not_join_is_an_error_in_time(clean_server):
+    absent = SGLangClient("http://127.0.0.1:9", timeout=2)
+    start = time.monotonic()
+    with pytest.raises((RolloutError, RuntimeError)):
+        SyncGroup([absent], "gloo", timeout=3).__enter__()
+    assert time.monotonic() - start < 10 and clean_server.healthy()
 
 
 def test_a_checkpoint_of_another_shape_is_refused_and_the_server_lives(clean_server, tmp_path):

@@ -46,3 +46,17 @@ def test_nothing_is_hooked_unless_the_environment_says_so(monkeypatch, value):
     before = {name for name in sys.modules if name.startswith("sglang")}
     sglang_saver.register()
     assert {name for name in sys.modules if name.startswith("sglang")} == before
+
+
+@pytest.mark.parametrize("environment", [{}, {"LD_PRELOAD": "/lib/other.so"}])
+def test_the_saver_keeps_its_mode_where_it_was_not_preloaded(environment):
+    """As in the HTTP server's process; and nothing is imported for it."""
+    assert sglang_saver.restore_preload(environment) is False
+
+
+def test_megatron_still_changes_the_savers_mode():
+    """Why restore_preload is there. If this fails, megatron-core leaves the mode alone and the function may go."""
+    from importlib.metadata import distribution
+
+    source = distribution("megatron-core").locate_file("megatron/core/inference/contexts/dynamic_context.py")
+    assert 'torch_memory_saver.hook_mode = "torch"' in source.read_text()
