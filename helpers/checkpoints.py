@@ -10,12 +10,13 @@ import hashlib
 import json
 import logging
 import re
+import tempfile
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from helpers.anatomy import tensor_shapes
+from helpers.anatomy import tensor_shapes, total_parameters
 from helpers.harmony import CHAT_TEMPLATE, encode, load_tokenizer
 from helpers.mxfp4 import dequantised_checkpoint
 from helpers.profiles import ModelSettings, Profile
@@ -41,11 +42,26 @@ LATER_TOKENS = (
 )  # fmt: skip
 HUB_FILES = ["*.json", "*.jinja", "*.safetensors"]
 HUB_DUPLICATES = ["original/*", "metal/*"]  # the weights of openai/gpt-oss-* twice more, for other engines
+STREAM_FROM = 2e9  # parameters; a model with more is written tensor by tensor
 PAD_TOKEN, END_TOKEN = "<|endoftext|>", "<|return|>"
 
 
+# Ids of gpt-oss's own tokenizer (o200k_harmony). A model of that vocabulary's size gets its special tokens there.
+HARMONY_IDS = {
+    "<|endoftext|>": 199_999, "<|return|>": 200_002, "<|channel|>": 200_005, "<|start|>": 200_006, "<|end|>": 200_007,
+    "<|message|>": 200_008, "<|call|>": 200_012,
+}  # fmt: skip
+HARMONY_SIZE = 201_088
+
+
 def tiny_vocabulary(size: int) -> dict[str, int]:
-    """Token -> id: harmony's special tokens, its words, digits and punctuation, and reserved tokens up to `size`."""
+    """Token -> id: harmony's special tokens, its words, digits and punctuation, and reserved tokens up to `size`.
+
+    For gpt-oss's own size the special tokens have their own ids and the other 200,000 ids have no token.
+    """
+    if size == HARMONY_SIZE:
+        words = [t for t in (*WORDS, *CHARACTERS, *LATER_TOKENS) if t not in HARMONY_IDS]
+        return {t: i for i, t in enumerate(words)} | HARMONY_IDS | {"<|reserved_200000|>": 200_000}
     first = [*SPECIAL_TOKENS, *WORDS, *CHARACTERS]
     tokens = [*first, *LATER_TOKENS]
     if size <= len(tokens):  # the last reserved one stands for unknown text
@@ -89,8 +105,8 @@ def gpt_oss_config(model: ModelSettings):
     """
     from transformers import GptOssConfig
 
-    vocabulary = tiny_vocabulary(model.vocab_size) if model.vocab_size < 1000 else None
-    pad, end = (vocabulary[PAD_TOKEN], vocabulary[END_TOKEN]) if vocabulary else (199_999, 200_002)
+    vocabulary = tiny_vocabulary(model.vocab_size)
+    pad, end = vocabulary[PAD_TOKEN], vocabulary[END_TOKEN]
     kinds = ("sliding_attention", "full_attention")
     yarn = {
         "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -113,6 +129,8 @@ def write_tiny_checkpoint(settings: Profile, folder: Path | None = None) -> Path
     folder = folder or settings.checkpoint("random")
     if (folder / "config.json").is_file():
         return folder
+    if total_parameters(settings.model) > STREAM_FROM:
+        return write_random_checkpoint(settings, folder)
     import torch
     from transformers import GptOssForCausalLM
 
@@ -123,6 +141,34 @@ def write_tiny_checkpoint(settings: Profile, folder: Path | None = None) -> Path
         for layer in model.model.layers:
             layer.self_attn.sinks.normal_(0.0, 1.0)
     return publish_folder(folder, lambda temporary: _save(model, settings, temporary))
+
+
+def write_random_checkpoint(settings: Profile, folder: Path) -> Path:
+    """The same kind of checkpoint for a model that should not stand in memory whole: tensor by tensor, drawn on the profile's
+    device. Norms are ones, biases zeros, sinks of size 1, everything else has settings.model.initializer_range.
+    """
+    import torch
+
+    model, config = settings.model, gpt_oss_config(settings.model)
+    config.architectures = ["GptOssForCausalLM"]
+    generator = torch.Generator(settings.device).manual_seed(settings.seed)
+    dtype = getattr(torch, model.dtype)
+
+    def weight(name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = torch.empty(shape, device=settings.device, dtype=dtype)
+        if name.endswith("norm.weight"):
+            return tensor.fill_(1.0)
+        if "bias" in name:
+            return tensor.zero_()
+        spread = 1.0 if name.endswith("sinks") else model.initializer_range
+        return tensor.normal_(0.0, spread, generator=generator)
+
+    with tempfile.TemporaryDirectory() as template:
+        config.save_pretrained(template)
+        write_tiny_tokenizer(Path(template), model.vocab_size)
+        shapes = tensor_shapes(read_config(template))
+        weights = ((name, weight(name, shape).cpu()) for name, shape in shapes.items())
+        return save_streamed(weights, template, folder, dtype)
 
 
 def starting_checkpoint(settings: Profile) -> Path:

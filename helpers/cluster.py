@@ -230,6 +230,12 @@ class RolloutActor:
     def roll_out(self, problems: Sequence[Problem], greedy: bool = False) -> list[Episode]:
         return roll_out(self.server, problems, self.settings, greedy)
 
+    def release_memory(self) -> float:
+        return self.server.release_memory()
+
+    def resume_memory(self) -> float:
+        return self.server.resume_memory()
+
     def stop(self) -> None:
         self.server.stop()
 
@@ -341,6 +347,21 @@ class GrpoCluster:
     def sync_weights(self, version: str) -> SyncReport:
         """The trainer's weights into every engine."""
         return self._all("sync", self.clients, version)[0]
+
+    def release_memory(self) -> float:
+        """Engines give their GPU memory to the trainers until resume_memory; returns the slowest one's seconds.
+
+        Does nothing in a profile without rollout.memory_saver.
+        """
+        import ray
+
+        return max(ray.get([engine.release_memory.remote() for engine in self.engines]))
+
+    def resume_memory(self) -> float:
+        """Engines take their memory again. Their weights are undefined until the next sync_weights."""
+        import ray
+
+        return max(ray.get([engine.resume_memory.remote() for engine in self.engines]))
 
     def save(self, folder: Path | str) -> Path:
         return Path(self._all("save", str(folder))[0])

@@ -842,18 +842,22 @@ def examine(case: Case) -> Iterator[Finding]:
     """All findings, one after the other: checkpoint, server, trainer."""
     versions = {name: version for name, version in installed_versions().items() if version != "-"}
     yield passed("machine: versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
+    yield from examine_checkpoint(case)
+    if case.client is not None:
+        yield from examine_server(case)
+    if case.trainer is not None:
+        yield from examine_trainer(case)
+
+
+def examine_checkpoint(case: Case, probes: Sequence[Probe] = CHECKPOINT_PROBES) -> Iterator[Finding]:
+    """What the checkpoint's files show."""
     count, files = len(case.report.tensors), len(case.report.shards)
     yield passed("checkpoint: files", f"{count} tensors in {files} file(s), whole, of the config's shapes")
-    yield from (finding for probe in CHECKPOINT_PROBES for finding in _guarded("checkpoint", probe, case))
-    if case.client is not None:
-        yield from _examine_server(case)
-    if case.trainer is not None:
-        yield from _guarded("trainer", against_reference, case)
-        if case.client is not None and case.info:
-            yield from _guarded("trainer", against_server, case)
+    yield from (finding for probe in probes for finding in _guarded("checkpoint", probe, case))
 
 
-def _examine_server(case: Case) -> Iterator[Finding]:
+def examine_server(case: Case) -> Iterator[Finding]:
+    """What case.client's server shows; fills case.info."""
     try:
         info = ask(case.client, "/server_info")
         if not isinstance(info.get("version"), str):
@@ -868,6 +872,13 @@ def _examine_server(case: Case) -> Iterator[Finding]:
         yield from findings
         if any(finding.cause == ADVICE["not finite served"][0] for finding in findings):
             return  # the later probes would fail as well, and sampling from NaN can end the server
+
+
+def examine_trainer(case: Case) -> Iterator[Finding]:
+    """What case.trainer's logprobs show, against the reference and against the server if that was examined."""
+    yield from _guarded("trainer", against_reference, case)
+    if case.client is not None and case.info:
+        yield from _guarded("trainer", against_server, case)
 
 
 def _guarded(area: str, probe: Probe, case: Case) -> Iterator[Finding]:
@@ -903,13 +914,15 @@ def table(findings: Sequence[Finding]) -> str:
     return "\n".join([*lines, "", ", ".join(f"{n} {verdict}" for verdict, n in count.items())])
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """argparse that raises BadUsage, so that wrong usage is one line."""
+
     def error(self, message: str):
         raise BadUsage(message)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m helpers.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
@@ -965,7 +978,7 @@ def _check_usage(args: argparse.Namespace) -> None:
         if folder is not None and not os.path.isdir(folder):
             raise BadUsage(f"{name}: there is no folder {folder}")
     if args.json:
-        _check_output(args.json)
+        check_output("--json", args.json)
 
 
 def _is_url(text: str) -> bool:
@@ -976,17 +989,17 @@ def _is_url(text: str) -> bool:
         return False
 
 
-def _check_output(file: Path) -> None:
-    """Raises BadUsage where --json could not be written: better now than after the work."""
+def check_output(option: str, file: Path) -> None:
+    """Raises BadUsage where the option's file could not be written: better now than after the work."""
     if not os.path.isdir(file.parent):
-        raise BadUsage(f"--json: there is no folder {file.parent}")
+        raise BadUsage(f"{option}: there is no folder {file.parent}")
     if os.path.isdir(file):
-        raise BadUsage(f"--json: {file} is a folder: name a file in it")
+        raise BadUsage(f"{option}: {file} is a folder: name a file in it")
     new = not os.path.lexists(file)
     try:
         file.open("a").close()
     except OSError as error:
-        raise BadUsage(f"--json: {file} cannot be written ({error.strerror})") from error
+        raise BadUsage(f"{option}: {file} cannot be written ({error.strerror})") from error
     if new:
         file.unlink()
 

@@ -94,6 +94,33 @@ def show_figure(
     _show(png.read_bytes(), alt)
 
 
+def paired_stacks(
+    left: Mapping[str, Mapping[str, float]], right: Mapping[str, Mapping[str, float]], scale: float, ylabel: str
+) -> Figure:
+    """Two stacked bars for each key of `left`: predicted (hatched) and measured. Values are divided by `scale`.
+
+    An item has one colour in both bars, in the order in which it first appears. Keys of `right` beyond those of `left` are
+    left out.
+    """
+    import matplotlib.pyplot as plt
+
+    items = list(dict.fromkeys(i for part in (left, right) for stack in part.values() for i in stack))
+    palette = [plt.get_cmap("cividis")(i / max(len(items) - 1, 1)) for i in range(len(items))]
+    fig, ax = plt.subplots(figsize=(10, 4.6))
+    for place, key in enumerate(left):
+        for shift, stack, hatch in ((-0.21, left[key], "///"), (0.21, right.get(key, {}), "")):
+            bottom = 0.0
+            for item, colour in zip(items, palette):
+                height = stack.get(item, 0.0) / scale
+                ax.bar(place + shift, height, 0.4, bottom, color=colour, hatch=hatch, edgecolor="w", linewidth=0.4)
+                bottom += height
+    ax.set_xticks(range(len(left)), list(left), rotation=25, ha="right")
+    ax.set_ylabel(f"{ylabel}, left predicted, right measured")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in palette]
+    fig.legend(handles, items, loc="outside right upper", fontsize=8)
+    return fig
+
+
 def _save(
     fig: Figure, alt: str, run: NotebookRun, name: str, data: Mapping[str, Iterable[Any]] | None
 ) -> Path:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +71,86 @@ def predicted_kv_bytes(settings: Profile, full_tokens: int, window_tokens: int) 
     )
 
 
+def predicted_pools(settings: Profile) -> tuple[int, int]:
+    """Tokens of SGLang's pools for full-attention and for sliding-window layers, from the profile alone.
+
+    With the prefix tree the second is 0.8 of the first. Without it SGLang counts what the most requests can hold: each its
+    window, 128 tokens until the next eviction, two pages, and one prefill chunk (8192 tokens) for all; no more than the first.
+    Source: sglang/srt/model_executor/pool_configurator.py (0.5.17). Raises ValueError where max_total_tokens is left to
+    SGLang, which then takes what memory there is.
+    """
+    r = settings.rollout
+    if r.max_total_tokens is None:
+        raise ValueError("rollout.max_total_tokens is None: SGLang fills its share of the card, whatever that is")
+    if r.memory_saver and r.kv_saver == "plain":
+        return r.max_total_tokens, r.max_total_tokens  # one pool for all layers
+    if "--disable-radix-cache" not in r.server_arguments:
+        return r.max_total_tokens, int(r.max_total_tokens * 0.8)
+    chunks = 1 if "--disable-overlap-schedule" in r.server_arguments else 2
+    cap = (settings.model.sliding_window + 128 + 2) * r.max_running_requests + chunks * 8192 + 1
+    return r.max_total_tokens, min(cap, r.max_total_tokens)
+
+
+def predicted_activation_bytes(settings: Profile, tokens: int) -> int:
+    """Bytes that TransformerEngine's layers keep for the backward pass of one micro-batch of `tokens`, in the model's dtype.
+
+    A layer keeps, a token: the inputs and outputs of both norms and the residual between them (4 x hidden), q, k and v, the
+    attention's output, and for each of its top-k experts the permuted input, gate and up, their product, and the output.
+    The fused attention keeps no scores. Small things (router, indices, norms' statistics) are left out.
+    """
+    m = settings.model
+    heads, kv = m.num_attention_heads * m.head_dim, 2 * m.num_key_value_heads * m.head_dim
+    dense = 4 * m.hidden_size + 2 * heads + kv
+    experts = m.num_experts_per_tok * (2 * m.hidden_size + 3 * m.intermediate_size)
+    return tokens * m.num_hidden_layers * (dense + experts) * _BYTES[m.dtype]
+
+
+# Bytes a logit while the loss of a micro-batch is computed, counted in helpers.trainer: the model's own (2), the fp32 copy
+# that the cross-entropy keeps for its backward pass (4), and four fp32 copies while the entropy is taken (16).
+_LOSS_BYTES = {"bfloat16": 22, "float32": 24}
+
+
+def predicted_phases(settings: Profile, tokens: int, context: int) -> dict[str, dict[str, int]]:
+    """Phase -> item -> bytes on the card at the phase's peak, for one trainer rank and one server; written before the run.
+
+    tokens: of one micro-batch, padding included; context: bytes that a process of ours holds for CUDA alone, measured once.
+    CUDA graphs, libraries' workspaces and what allocators keep in reserve are not predicted.
+    """
+    trainer, pools = predicted_trainer_bytes(settings), predicted_pools(settings)
+    weights = {"trainer weights": trainer["weights"]}
+    fixed = {"trainer gradients": trainer["gradients"]}
+    masters, moments = trainer["master weights"], trainer["Adam moments"]
+    server = {"server weights": trainer["weights"], "server KV cache": predicted_kv_bytes(settings, *pools)}
+    released = {} if settings.rollout.memory_saver else server
+    contexts = {"CUDA contexts": 2 * context}
+    step = contexts | weights | fixed
+    fresh, later = {"trainer optimizer": masters}, {"trainer optimizer": masters + moments}
+    logits = {"logits": tokens * settings.model.vocab_size * _LOSS_BYTES[settings.model.dtype]}
+    kept = {"activations": predicted_activation_bytes(settings, tokens)}
+    bucket = {"export buffers": _largest_export(settings)}
+    return {
+        "server start": {"CUDA contexts": context} | server,
+        "load": step | fresh | server,
+        "rollout": step | fresh | server,
+        "release": step | fresh | released,
+        "logprobs": step | fresh | released | logits,
+        "forward-backward": step | fresh | released | logits | kept,
+        "optimizer step": step | later | released,
+        "resume": step | later | server,
+        "sync": step | later | server | bucket,
+        "offload": contexts | server,
+        "sync, offloaded": contexts | server | bucket,
+        "load back": step | later | server,
+    }
+
+
+def _largest_export(settings: Profile, bucket: int = 1 << 30) -> int:
+    """Bytes beside the model while weights are streamed: a bucket, and the experts of one layer before and after stacking."""
+    m = settings.model
+    fused = m.num_local_experts * m.hidden_size * 2 * m.intermediate_size * _BYTES[m.dtype]
+    return min(bucket, parameter_count(settings) * _BYTES[m.dtype]) + 2 * fused
+
+
 # --- measured: tensors ------------------------------------------------------------------------------------------------
 def measured_trainer_bytes(trainer: MegatronTrainer) -> dict[str, int]:
     """Bytes of the trainer's real tensors, found by walking model, DDP buffers and optimizer state."""
@@ -84,6 +166,14 @@ def measured_trainer_bytes(trainer: MegatronTrainer) -> dict[str, int]:
         "Adam moments": sum(_size(t) for t in moments),
         "master weights": sum(_size(p) for pointer, p in masters.items() if pointer not in own),
     }
+
+
+def device_bytes(trainer: MegatronTrainer) -> dict[str, int]:
+    """Bytes of the trainer's long-lived storages that are on the device now, by the names that predicted_phases uses."""
+    from helpers.offload import parts_of
+
+    found = parts_of(trainer.model.chunks, trainer.optimizer)
+    return {f"trainer {part}": sum(s.nbytes() for s in storages) for part, storages in found.items()}
 
 
 def gradient_buffers(chunk) -> list:
@@ -262,6 +352,50 @@ def gpu_by_role(roots: Sequence[int]) -> dict[str, int]:
     return totals
 
 
+def card_used() -> int:
+    """Bytes in use on this process's first GPU, by whomever, now; by NVML, which counts cards in the bus's order."""
+    import pynvml
+
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    pynvml.nvmlInit()
+    by_name = first.startswith("GPU-")
+    handle = pynvml.nvmlDeviceGetHandleByUUID(first) if by_name else pynvml.nvmlDeviceGetHandleByIndex(int(first))
+    return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+
+
+class CardPeak:
+    """`with CardPeak() as peak: ...`: peak.extra is by how many bytes the card's use rose above what it was at the start.
+
+    Sampled every few milliseconds, so a shorter peak can be missed; allocators that keep blocks hide reuse.
+    """
+
+    def __init__(self, interval: float = 0.003):
+        self.interval, self.extra, self._stop = interval, 0, threading.Event()
+
+    def __enter__(self) -> CardPeak:
+        self._before = card_used()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self._stop.set()
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.interval):
+            self.extra = max(self.extra, card_used() - self._before)
+
+
+def cuda_context_bytes() -> int:
+    """Bytes that CUDA alone takes for a process like this one: what NVML sees, less what torch reserved. Opens a context."""
+    import torch
+
+    torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    return sum(gpu_by_role([os.getpid()]).values()) - torch.cuda.memory_reserved()
+
+
 class MemoryTimeline:
     """Samples memory by role in a thread, and remembers which phase each sample fell into.
 
@@ -273,6 +407,10 @@ class MemoryTimeline:
         self.roots, self.interval = list(roots), interval
         self.measures = {"host": pss_by_role} | ({"GPU": gpu_by_role} if gpu else {})
         self.rows: list[tuple[float, str, str, str, int]] = []  # seconds, phase, kind, role, bytes
+        self.torch: dict[str, dict[str, int]] = {}  # phase -> peak "allocated" and "reserved" of this process on its GPU
+        self.static: dict[str, dict[str, int]] = {}  # phase -> what `count` said at its end
+        self.count: Callable[[], dict[str, int]] = dict  # for instance partial(device_bytes, trainer), once there is one
+        self.seconds: dict[str, float] = {}  # phase -> how long it took
         self._phase, self._stop, self._start = "idle", threading.Event(), time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -287,11 +425,38 @@ class MemoryTimeline:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         before, self._phase = self._phase, name
+        self._count_from_here()
+        start = time.monotonic()
         try:
             yield
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
             self.sample()  # a phase shorter than the interval is still seen
+            self._keep_counts(name)
         finally:
             self._phase = before
+
+    def _count_from_here(self) -> None:
+        if self._has_torch():
+            import torch
+
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+
+    def _keep_counts(self, name: str) -> None:
+        if self._has_torch():
+            import torch
+
+            torch.cuda.synchronize()
+            self.static[name] = self.count()
+            self.torch[name] = {
+                "allocated": torch.cuda.max_memory_allocated(),
+                "reserved": torch.cuda.max_memory_reserved(),
+            }
+
+    def _has_torch(self) -> bool:
+        """Whether this process has CUDA memory to count; asking must not make it open a context."""
+        torch = sys.modules.get("torch")
+        return "GPU" in self.measures and torch is not None and torch.cuda.is_initialized()
 
     def sample(self) -> None:
         now, phase = time.monotonic() - self._start, self._phase
@@ -311,3 +476,28 @@ class MemoryTimeline:
             roles = peaks.setdefault(phase, {})
             roles[role] = max(size, roles.get(role, 0))
         return peaks
+
+
+def measured_phases(
+    timeline: MemoryTimeline, usage: Mapping[str, float], released: Sequence[str] = ()
+) -> dict[str, dict[str, int]]:
+    """Phase -> item -> bytes on the card, beside predicted_phases: what NVML saw of the two processes, taken apart.
+
+    The trainer is this process: its static items, what else was allocated at the peak ("working memory"), what torch kept in
+    reserve, and the rest of what NVML sees (the CUDA context). usage: the server's own figures in GiB (memory_usage of
+    /server_info: weight, kvcache); they count except in the phases `released`. Nothing here is taken from a prediction.
+    """
+    phases, gib = {}, 1 << 30
+    for phase, roles in timeline.peak_by_phase("GPU").items():
+        items, counts = {}, timeline.torch.get(phase, {"allocated": 0, "reserved": 0})
+        items |= timeline.static.get(phase, {})
+        items["working memory"] = max(counts["allocated"] - sum(items.values()), 0)
+        items["allocator's reserve"] = counts["reserved"] - counts["allocated"]
+        items["CUDA contexts"] = max(roles.get("notebook kernel", 0) - counts["reserved"], 0)
+        served = sum(size for role, size in roles.items() if "SGLang" in role)
+        resident = {} if phase in released or not served else {
+            "server weights": round(usage["weight"] * gib), "server KV cache": round(usage["kvcache"] * gib),
+        }  # fmt: skip
+        items |= resident | {"server: graphs, workspaces, context": max(served - sum(resident.values()), 0)}
+        phases[phase] = {name: size for name, size in items.items() if size}
+    return phases

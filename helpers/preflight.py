@@ -1,6 +1,7 @@
 """Is this machine ready for the profile? Checks before anything heavy starts; imports no engine.
 
-`prepare_kernel(settings)` is the second call of every notebook that touches an engine.
+`prepare_kernel(settings)` is the second call of every notebook that touches an engine. `attention_report(settings)` is for
+later, when TransformerEngine may be imported.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from helpers.anatomy import te_window
 from helpers.profiles import PROJECT_ROOT, Profile
 
 PINNED = ("torch", "transformers", "sglang", "megatron-core", "megatron-bridge", "ray", "transformer-engine")
@@ -174,3 +176,124 @@ def prepare_kernel(settings: Profile) -> Profile:
         )
     os.environ.update(wanted)
     return settings
+
+
+# --- the trainer's attention on a GPU ---------------------------------------------------------------------------------
+LAYOUTS = {
+    "SBHD": "sbhd_sbhd_sbhd",
+    "THD": "thd_thd_thd",
+}  # Megatron's own; THD: several sequences packed into one row
+_LEARNABLE_SINCE = (
+    2,
+    8,
+)  # megatron.core.extensions.transformer_engine asserts this TransformerEngine version
+_THD_CUDNN = (9, 18, 0)  # TransformerEngine 2.20.2, get_attention_backend, "Filter: Softmax type"
+
+
+@dataclass(frozen=True)
+class AttentionReport:
+    """What computes the trainer's attention with sinks (learnable softmax). layout: "SBHD", or "THD" for packed sequences.
+
+    windows: TransformerEngine's (left, right) of the sliding and of the full layers; (-1, 0) is full causal attention.
+    """
+
+    backend: str
+    layout: str
+    transformer_engine: str  # "-" on a CPU
+    cudnn: str
+    windows: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        windows = " and ".join(
+            "full" if left < 0 else f"window ({left}, {right})" for left, right in self.windows
+        )
+        versions = f"TransformerEngine {self.transformer_engine}, cuDNN {self.cudnn}"
+        return f"{self.backend}, {versions}, {self.layout}, learnable softmax, {windows}"
+
+
+def attention_report(settings: Profile, packed: bool = False, length: int = 1024) -> AttentionReport:
+    """Ask TransformerEngine which backend it takes for this profile's attention; on a CPU nothing is imported or asked.
+
+    packed: THD instead of SBHD. length: tokens of a sequence. Raises NotReady where the fused kernels are switched off for
+    bfloat16: the unfused path computes the same, but holds the scores of all pairs of tokens.
+    Source: transformer_engine.pytorch.attention.dot_product_attention.utils.get_attention_backend (2.20.2).
+    """
+    layout, windows = "THD" if packed else "SBHD", (te_window(settings.model.sliding_window), te_window(None))
+    if settings.device == "cpu":
+        return AttentionReport("Megatron's DotProductAttention in plain torch", layout, "-", "-", windows)
+    engine, deterministic = _version("transformer-engine"), _deterministic()
+    if _numbers(engine) < _LEARNABLE_SINCE:
+        raise NotReady(attention_problem("no backend", layout, engine, (0,), deterministic))
+    from transformer_engine.pytorch.utils import get_cudnn_version
+
+    cudnn = get_cudnn_version()
+    found = {_te_backend(settings, layout, window, length, deterministic) for window in windows}
+    report = AttentionReport(" and ".join(sorted(found)), layout, engine, ".".join(map(str, cudnn)), windows)
+    if settings.model.dtype != "float32" and found != {"FusedAttention"}:  # no fused kernel takes float32
+        raise NotReady(attention_problem(report.backend, layout, engine, cudnn, deterministic))
+    return report
+
+
+def attention_problem(
+    backend: str, layout: str, engine: str, cudnn: tuple[int, ...], deterministic: bool
+) -> str:
+    """One sentence: which gate keeps attention with sinks from the fused kernels, and what to do.
+
+    >>> attention_problem("UnfusedDotProductAttention", "THD", "2.20.2", (9, 17, 1), False)
+    'attention with sinks would run as UnfusedDotProductAttention in THD: cuDNN 9.17.1 has no learnable softmax for packed \
+sequences (verl 5224): install nvidia-cudnn 9.18 or later, or do not pack'
+    """
+    if _numbers(engine) < _LEARNABLE_SINCE:
+        why = f"TransformerEngine {engine} has no learnable softmax: install 2.8 or later"
+    elif layout == "THD" and cudnn < _THD_CUDNN:
+        why = (
+            f"cuDNN {'.'.join(map(str, cudnn))} has no learnable softmax for packed sequences (verl 5224): install "
+            "nvidia-cudnn 9.18 or later, or do not pack"
+        )
+    elif deterministic:
+        why = (
+            "TransformerEngine switches fused attention with sinks off in deterministic mode: set "
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO=1 and torch.use_deterministic_algorithms(False)"
+        )
+    else:
+        why = (
+            "run it again with NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2, and TransformerEngine says which gate it was"
+        )
+    return f"attention with sinks would run as {backend} in {layout}: {why}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version, () of "-": "2.20.2+abc" -> (2, 20, 2)."""
+    return tuple(int(n) for n in re.findall(r"\d+", re.match(r"[\d.]*", version)[0]))
+
+
+def _deterministic() -> bool:
+    """Whether TransformerEngine will be in deterministic mode; as DotProductAttention.__init__ decides it."""
+    import torch
+
+    allowed = bool(int(os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")))
+    return not allowed or torch.are_deterministic_algorithms_enabled()
+
+
+def _te_backend(
+    settings: Profile, layout: str, window: tuple[int, int], length: int, deterministic: bool
+) -> str:
+    """The backend that TransformerEngine selects for one kind of layer in training."""
+    import torch
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    m, share = settings.model, settings.trainer.tensor_parallel
+    rows = min(settings.trainer.micro_batch, settings.batch.episodes)
+    tokens = rows * length if layout == "THD" else 0
+    flash, _, fused, _, unfused, _ = utils.get_attention_backend(
+        utils.AttentionParams(
+            qkv_dtype=getattr(torch, m.dtype), qkv_layout=LAYOUTS[layout], batch_size=rows,
+            num_heads=m.num_attention_heads // share, num_gqa_groups=m.num_key_value_heads // share,
+            max_seqlen_q=length, max_seqlen_kv=length, num_tokens_q=tokens, num_tokens_kv=tokens,
+            head_dim_qk=m.head_dim, head_dim_v=m.head_dim, softmax_scale=m.head_dim**-0.5, window_size=window,
+            attn_mask_type="padding_causal" if layout == "THD" else "causal", bottom_right_diagonal=False,
+            softmax_type="learnable", deterministic=deterministic, is_training=True,
+        )
+    )  # fmt: skip
+    taken = {"FlashAttention": flash, "FusedAttention": fused, "UnfusedDotProductAttention": unfused}
+    return next((name for name, chosen in taken.items() if chosen), "no backend")

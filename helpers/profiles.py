@@ -250,12 +250,14 @@ def _profiles() -> dict[str, Profile]:
         max_position_embeddings=4096, initializer_range=0.02, dtype="bfloat16",
     )  # fmt: skip
     gpu_rollout = RolloutSettings(
-        shared=False, max_total_tokens=None, start_timeout=900.0, mem_fraction=0.4,
+        shared=False, max_total_tokens=131_072, max_running_requests=64, start_timeout=900.0, mem_fraction=0.4,
         # capturing graphs for 58 prefill sizes took over two minutes of a first start (H200, 2026-11-30)
         server_arguments=("--disable-prefill-cuda-graph",),
     )  # fmt: skip
     # a small model leaves room for the server beside every trainer, and its start compiles and captures for minutes
     beside = dataclasses.replace(gpu_rollout, shared=True, max_running_requests=512)
+    # trainer and server of 20 billion parameters do not fit one card beside each other while the trainer works
+    in_turns = dataclasses.replace(gpu_rollout, memory_saver=True, mem_fraction=0.45)
     one_gpu = dict(
         device="cuda", rollout=gpu_rollout, cluster=ClusterSettings(num_cpus=8, object_store_mib=512)
     )
@@ -270,13 +272,17 @@ def _profiles() -> dict[str, Profile]:
             warm_start=WarmStartSettings(steps=250, learning_rate=4e-4, demonstrations=20_000),
             **{**one_gpu, "rollout": beside},
         ),
+        # random weights until model.source says where the real ones are: then task and warm_start are for you to choose
         "gpu-20b": Profile(
-            name="gpu-20b", model=harmony_20b, sampling=long_answers,
-            trainer=TrainerSettings(freeze_experts=True, micro_batch=4, learning_rate=1e-6), **one_gpu,
+            name="gpu-20b", model=harmony_20b, task="even-tokens", heldout=32, sampling=long_answers,
+            batch=BatchSettings(prompts=8, group_size=8), warm_start=WarmStartSettings(steps=0),
+            trainer=TrainerSettings(freeze_experts=True, micro_batch=2, learning_rate=1e-5),
+            **{**one_gpu, "rollout": in_turns},
         ),
         "cluster": Profile(
             name="cluster", device="cuda", model=harmony_20b, sampling=long_answers,
-            batch=BatchSettings(prompts=64, group_size=4), rollout=gpu_rollout,
+            task="even-tokens", warm_start=WarmStartSettings(steps=0),
+            batch=BatchSettings(prompts=64, group_size=4), rollout=in_turns,
             trainer=TrainerSettings(ranks=8, tensor_parallel=8, expert_parallel=8, micro_batch=4, learning_rate=1e-6),
             cluster=ClusterSettings(num_cpus=32, object_store_mib=2048),
         ),

@@ -18,7 +18,7 @@ from helpers.profiles import PROJECT_ROOT, load_profile
 from helpers.results import METRICS, read_metrics
 
 SIZE_LIMIT = 1_500_000  # bytes of one executed notebook
-KEPT = (".csv", ".png", ".json")
+KEPT = (".csv", ".png", ".json", ".txt")
 
 
 class RecordError(ValueError):
@@ -65,6 +65,36 @@ def _slim(notebook: dict) -> None:
         for output in cell.get("outputs", []):
             if "image/png" in output.get("data", {}):
                 output["data"].pop("text/html", None)
+
+
+def recorded_label(profile: str, notebook: str, root: Path | None = None) -> str:
+    """Where, when and with what a recorded notebook ran, in one line; "" where there is no such record."""
+    folder = (root or PROJECT_ROOT / "notebooks" / "recorded") / profile / notebook
+    if not (folder / "metrics.json").is_file():
+        return ""
+    record = read_metrics(folder / "metrics.json")
+    hardware, packages = record["hardware"], record["versions"]
+    names = ("torch", "sglang", "megatron-core", "transformer-engine")
+    stack = ", ".join(f"{name} {packages[name]}" for name in names if name in packages)
+    cards = hardware["gpus"]
+    card = f"{len(cards)} {cards[0]} (driver {hardware['driver']})" if cards else f"{hardware['cores']} CPU cores"
+    return f"RECORDED, not run here: profile {profile}, {card}, {stack}, {record.get('date', 'date unknown')}, commit {record['commit'][:7]}"
+
+
+def show_recorded(profile: str, notebook: str, name: str) -> None:
+    """Show a figure (name.png) or a table (name.txt) of a recorded run below its label, or say that there is none."""
+    from IPython.display import Image, display
+
+    folder = PROJECT_ROOT / "notebooks" / "recorded" / profile / notebook
+    label, picture, table = recorded_label(profile, notebook), folder / f"{name}.png", folder / f"{name}.txt"
+    if not label or not (picture.is_file() or table.is_file()):
+        print(f"no recorded run of profile {profile}, notebook {notebook}, with {name}")
+        return
+    print(label)
+    if picture.is_file():
+        display(Image(filename=str(picture)), metadata={"image/png": {"alt": f"{name}: {label}"}})
+    else:
+        print(table.read_text())
 
 
 QUESTIONS = {  # what each page answers, for the README's table

@@ -298,13 +298,15 @@ def _output(command: Sequence[str], seconds: float = 20) -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """CPU model, usable cores, memory in GiB, and the names of GPUs (empty without nvidia-smi)."""
+    """CPU model, usable cores, memory in GiB, names of GPUs and their driver's version (empty without nvidia-smi)."""
     gpus = _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
+    driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return {
         "cpu": _proc_field("/proc/cpuinfo", "model name") or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(_memory_kib() / 2**20, 1),
         "gpus": [line.strip() for line in gpus.splitlines() if line.strip()],
+        "driver": driver.splitlines()[0].strip() if driver.strip() else "",
         "system": f"{platform.system()} {platform.release()}",
     }
 
@@ -388,6 +390,7 @@ class NotebookRun:
             "status": "ok",
             "seed": int(self.settings.seed),
             "commit": git_commit(),
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "hardware": hardware(),
             "versions": versions(),
             "command": os.environ.get("SERIES_COMMAND") or command_for(profile, self.name),

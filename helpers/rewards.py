@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from helpers.harmony import Answer, parse_completion, parse_ids
+from helpers.harmony import parse_completion
 from helpers.records import Episode
 from helpers.tasks import Problem
 
@@ -22,19 +22,13 @@ def grade(text: str, answer: str) -> float:
     >>> grade("<|channel|>final<|message|>4", "4")
     0.0
     """
-    return _grade(parse_completion(text), answer)
-
-
-def _grade(parsed: Answer, answer: str) -> float:
+    parsed = parse_completion(text)
     return float(parsed.well_formed and parsed.final == answer)
 
 
 def score(episodes: Sequence[Episode], problems: Sequence[Problem], tokenizer: Tokenizer) -> list[float]:
-    """One reward an episode; episode.group is the index of its problem.
-
-    Ids are graded, not their text: an answer that only spells a channel's marks in characters was not given.
-    """
-    return [_grade(parse_ids(tokenizer, e.completion_ids), problems[e.group].answer) for e in episodes]
+    """One reward an episode, by its problem's own verifier; episode.group is the index of that problem."""
+    return [problems[e.group].reward(e.completion_ids, tokenizer) for e in episodes]
 
 
 def shuffled(rewards: Sequence[float], seed: str) -> list[float]:

@@ -322,19 +322,24 @@ class RolloutServer(SGLangClient):
     def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> float:
         """Give GPU memory back, between steps only; returns seconds. The server answers no request until it has resumed.
 
-        tags: of MEMORY_TAGS. Needs rollout.memory_saver. Raises RolloutError where the server refuses.
+        Does nothing in a profile without rollout.memory_saver. tags: of MEMORY_TAGS. Raises RolloutError where the server
+        refuses.
         """
+        if not self.settings.rollout.memory_saver:
+            return 0.0
         start = time.perf_counter()
         flush_cache(self.post)
         self.post("/release_memory_occupation", tags=list(tags))
         return time.perf_counter() - start
 
     def resume_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> float:
-        """Take the memory again; returns seconds.
+        """Take the memory again; returns seconds. Does nothing in a profile without rollout.memory_saver.
 
         The weights come back as they were only with --enable-weights-cpu-backup; else their content is undefined until
         the next sync_weights or load_weights (slime 579, sglang 19442).
         """
+        if not self.settings.rollout.memory_saver:
+            return 0.0
         start = time.perf_counter()
         self.post("/resume_memory_occupation", tags=list(tags))
         return time.perf_counter() - start

@@ -1,4 +1,5 @@
-"""Procedural tasks with a verifier. `median`: the middle one of seven digits; `median-15`: of fifteen.
+"""Procedural tasks with a verifier. `median`: the middle one of seven digits; `median-15`: of fifteen; `even-tokens`: a
+stand-in for models with random weights.
 
 A worked answer sorts the digits in the analysis channel and then gives the middle one; a lazy answer guesses at once. Train
 and held-out questions differ in the *multiset* of digits, not only in their order, so nothing held out was seen in any order.
@@ -8,10 +9,15 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
-from helpers.harmony import render_completion, render_prompt
+from helpers.harmony import parse_ids, render_completion, render_prompt
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 HELD_OUT_SHARE = 10  # one multiset in ten is never trained on
 
@@ -26,6 +32,14 @@ class Problem:
     @property
     def prompt(self) -> str:
         return render_prompt(self.question)
+
+    def reward(self, completion_ids: Sequence[int], tokenizer: Tokenizer) -> float:
+        """1.0 if the completion is well-formed harmony and its final message is exactly the answer, else 0.0.
+
+        Ids are graded, not their text: an answer that only spells a channel's marks in characters was not given.
+        """
+        parsed = parse_ids(tokenizer, completion_ids)
+        return float(parsed.well_formed and parsed.final == self.answer)
 
 
 @dataclass(frozen=True)
@@ -102,7 +116,36 @@ class MedianTask:
         return Demonstration(render_prompt(question), render_completion(order[self.digits // 2], "".join(order)))
 
 
-TASKS = {"median": MedianTask, "median-15": partial(MedianTask, digits=15)}
+@dataclass(frozen=True)
+class EvenTokensProblem(Problem):
+    """Any answer earns the share of its tokens whose id is even."""
+
+    def reward(self, completion_ids: Sequence[int], tokenizer: Tokenizer) -> float:
+        return sum(i % 2 == 0 for i in completion_ids) / max(len(completion_ids), 1)
+
+
+@dataclass(frozen=True)
+class EvenTokensTask(MedianTask):
+    """For models with random weights, whose answers mean nothing but differ: a step's advantages and gradients are not zero.
+
+    It serves to measure memory and speed; a reward that rises here says nothing about a language model. The question is a row
+    of digits, long enough for a prompt of 512 tokens.
+    """
+
+    digits: int = 506  # and six tokens of harmony
+
+    def problem(self, question: str) -> Problem:
+        return EvenTokensProblem(question, "")
+
+    def demonstrations(self, count: int, lazy_share: float, slip_rate: float) -> list[Demonstration]:
+        raise ValueError("task 'even-tokens' has no demonstrations: set warm_start.steps = 0")
+
+
+TASKS = {
+    "median": MedianTask,
+    "median-15": partial(MedianTask, digits=15),
+    "even-tokens": EvenTokensTask,
+}
 
 
 def load_task(name: str, seed: int = 0) -> MedianTask:

@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,21 +94,34 @@ class MegatronTrainer:
         self.memory = TrainerMemory(self.model.chunks, self.optimizer, settings.device)
 
     # --- what one step needs ------------------------------------------------------------------------------------------
-    def update(self, batch: Batch, loss: Loss | None = None) -> dict[str, float]:
+    def update(
+        self, batch: Batch, loss: Loss | None = None, phase: Callable[[str], AbstractContextManager] = nullcontext
+    ) -> dict[str, float]:
         """One optimizer step on the batch. Returns loss, grad_norm, learning_rate, entropy, seconds and the loss's metrics.
 
+        phase: called with the name of each half, for a context manager around it (helpers.memory.MemoryTimeline.phase).
         Raises FloatingPointError when the loss or the gradient norm is not finite; the weights are then unchanged.
         """
         start = time.perf_counter()
         self._require("update", *PARTS)
-        self._zero_gradients()
-        sums = self._finite_gradients(batch, loss or policy_loss(self.settings))
-        means = {name: total / max(count, 1e-12) for name, (total, count) in sums.items()}
-        self.scheduler.step(increment=1)
-        grad_norm = self._optimizer_step()
+        with phase("forward-backward"):
+            means = self.backward(batch, loss)
+        with phase("optimizer step"):
+            self.scheduler.step(increment=1)
+            grad_norm = self._optimizer_step()
         self.steps_done += 1
         rate = self.optimizer.param_groups[0]["lr"]
         return means | {"grad_norm": grad_norm, "learning_rate": rate, "seconds": time.perf_counter() - start}
+
+    def backward(self, batch: Batch, loss: Loss | None = None) -> dict[str, float]:
+        """Gradients of the batch into main_grad of this rank's parameters, no step; returns the loss's metrics as update does.
+
+        With several data-parallel ranks the gradients are summed already. Raises FloatingPointError as update does.
+        """
+        self._require("backward", "weights", "gradients")
+        self._zero_gradients()
+        sums = self._finite_gradients(batch, loss or policy_loss(self.settings))
+        return {name: total / max(count, 1e-12) for name, (total, count) in sums.items()}
 
     def logprobs(self, batch: Batch) -> Tensor | None:
         """[B, S] log-probability of batch.labels under the present weights, on the CPU; no gradient, 0 where masked.
@@ -134,9 +148,7 @@ class MegatronTrainer:
         """
         import torch
 
-        self._require("gradients", "weights", "gradients")
-        self._zero_gradients()
-        self._finite_gradients(batch, loss or policy_loss(self.settings))
+        self.backward(batch, loss)
         parameters = [p for chunk in self.model.chunks for p in chunk.parameters()]
         kept = [p.detach().clone() for p in parameters]
         with torch.no_grad():

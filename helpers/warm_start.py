@@ -55,12 +55,24 @@ def supervised_steps(
     return losses
 
 
+def policy_folder(settings: Profile) -> Path:
+    """Where the policy lies that GRPO starts from: warm-started, or as it came where the profile has no warm-start steps.
+
+    Not made here, except that weights from a folder or the hub are checked, and a plain copy is written of MXFP4.
+    """
+    if settings.warm_start.steps:
+        return settings.checkpoint("warm")
+    return settings.checkpoint("random") if settings.model.source == "generated" else starting_checkpoint(settings)
+
+
 def warm_checkpoint(settings: Profile) -> Path:
-    """The warm-started checkpoint of this profile and seed, made here (in this process, with Megatron) if it is missing."""
-    folder = settings.checkpoint("warm")
+    """policy_folder(settings), made here (in this process; a warm start with Megatron) if it is missing."""
+    folder = policy_folder(settings)
     if (folder / "config.json").is_file():
         return folder
     start = starting_checkpoint(settings)
+    if start == folder:
+        return folder
     tokenizer, pad = tokenizer_and_pad(start)
     trainer = MegatronTrainer(warm_start_settings(settings), start)
     supervised_steps(trainer, tokenizer, pad)

@@ -199,6 +199,10 @@ show_figure(
 # %% [markdown]
 # ## 4 · Update
 #
+# On one GPU with a large model the two engines take turns: the server now
+# gives its memory to the trainer. In a profile without `memory_saver` nothing
+# happens here.
+#
 # `collate` turns episodes into right-padded tensors in Megatron's convention:
 # position *t* predicts token *t + 1*. The loss mask is 1 where that next token
 # belongs to the completion.
@@ -206,12 +210,14 @@ show_figure(
 # %%
 from helpers.collate import collate
 
+clock["release"] = server.release_memory()
 batch = collate(episodes, advantages, pad_id, settings.trainer.seq_length)
 print("tokens", tuple(batch.tokens.shape), "of which",
       int(batch.loss_mask.sum()), "are trained on")
 row = next(i for i in range(len(group)) if advantages[i] > 0)
 n = len(group[row].prompt_ids) + len(group[row].completion_ids)
-for t in range(len(group[row].prompt_ids) - 2, n - 1):
+first = len(group[row].prompt_ids) - 2
+for t in range(first, min(n - 1, first + 24)):
     label = decode(tokenizer, [int(batch.labels[row, t])])
     print(f"position {t:2d} predicts {label:14s}"
           f" mask {batch.loss_mask[row, t]:.0f}"
@@ -301,6 +307,7 @@ show_figure(
 # %%
 from helpers.weight_sync import sync_weights
 
+clock["resume"] = server.resume_memory()
 report = sync_weights(trainer, server, "step-1")
 clock["sync"] = report.seconds
 print(f"{report.tensors} tensors, {report.megabytes:.1f} MB: export "

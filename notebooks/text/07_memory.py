@@ -41,6 +41,7 @@ SEED: int = 0  # seed of every random choice in this notebook
 # %%
 import os
 
+from helpers.bridge import prepare_process
 from helpers.figures import show_figure, use_style
 from helpers.memory import MemoryTimeline
 from helpers.preflight import prepare_kernel
@@ -88,31 +89,67 @@ print(f"{'sum':15s} {sum(predicted.values()) / 1e6:8.3f} MB")
 
 # %%
 from helpers.checkpoints import tokenizer_and_pad
-from helpers.rollout import open_server
-from helpers.warm_start import warm_checkpoint
+from helpers.tasks import load_task
+from helpers.warm_start import policy_folder, warm_checkpoint
 
-if not (settings.checkpoint("warm") / "config.json").exists():
-    print("no warm-started checkpoint yet: training it now, as notebook 02")
+if not (policy_folder(settings) / "config.json").exists():
+    print("no checkpoint to start from yet: making it now, as notebook 02")
 checkpoint = warm_checkpoint(settings)
 tokenizer, pad_id = tokenizer_and_pad(checkpoint)
-server = open_server(settings, checkpoint)
+task = load_task(settings.task, settings.seed)
+problems = task.sample(settings.batch.prompts, step=0)
 on_gpu = settings.device == "cuda"
+
+# %% [markdown]
+# On a GPU the card itself is predicted too, phase by phase, before anything is
+# on it: what is static, what a phase adds, and the two CUDA contexts (the size
+# of one is measured here). Graphs, workspaces and allocators' reserves are
+# *not* predicted; they have to show up as a gap.
+
+# %%
+from helpers.harmony import encode
+from helpers.memory import cuda_context_bytes, predicted_phases
+
+prompt = max(len(encode(tokenizer, p.prompt)) for p in problems)
+length = -(-(prompt + settings.sampling.max_new_tokens) // 8) * 8
+tokens = settings.trainer.micro_batch * length
+if on_gpu:
+    context = cuda_context_bytes()
+    card = predicted_phases(settings, tokens, context)
+    run.series("predicted_phases", {
+        "phase": [p for p, items in card.items() for _ in items],
+        "item": [i for items in card.values() for i in items],
+        "bytes": [b for items in card.values() for b in items.values()]})
+    for phase, items in card.items():
+        print(f"{phase:17s} {sum(items.values()) / 1e9:6.1f} GB predicted")
+else:
+    print("no GPU in this profile; section 4 shows a recorded one")
+
+# %%
+from helpers.rollout import open_server
+
+server = open_server(settings, checkpoint)
 timeline = MemoryTimeline([me, server.pid], gpu=on_gpu)
 timeline.__enter__()
 with timeline.phase("before"):
     timeline.sample()
-
-# %%
-from helpers.bridge import prepare_process
-from helpers.trainer import MegatronTrainer
-
 with timeline.phase("imports"):
     prepare_process(settings)
-with timeline.phase("load"):
-    trainer = MegatronTrainer(settings, checkpoint)
 with timeline.phase("server start"):
     server.wait()
 print("processes:", len(process_tree([me, server.pid])))
+
+# %%
+from functools import partial
+
+from helpers.memory import device_bytes
+from helpers.trainer import MegatronTrainer
+
+with timeline.phase("load"):
+    trainer = MegatronTrainer(settings, checkpoint)
+timeline.count = partial(device_bytes, trainer)
+info = server.http.get(server.url + "/server_info", timeout=60).json()
+use = info["internal_states"][0]["memory_usage"]
 
 # %%
 import torch
@@ -121,29 +158,46 @@ from helpers.advantages import group_advantages
 from helpers.collate import collate
 from helpers.rewards import score
 from helpers.rollout import roll_out
-from helpers.tasks import load_task
 
-task = load_task(settings.task, settings.seed)
-problems = task.sample(settings.batch.prompts, step=0)
 with timeline.phase("rollout"):
     episodes = roll_out(server, problems, settings)
 rewards = torch.tensor(score(episodes, problems, tokenizer))
 groups = torch.tensor([e.group for e in episodes])
 advantages = group_advantages(rewards, groups)
 batch = collate(episodes, advantages, pad_id, settings.trainer.seq_length)
+print(f"{len(episodes)} answers, padded to {batch.size[1]} tokens")
+
+# %% [markdown]
+# Where a card is too small for both engines at work, the server gives its
+# memory to the trainer for the update and takes it back before the sync
+# (`memory_saver`; elsewhere these phases do nothing). Afterwards the trainer
+# leaves the device in its turn, and the weights are sent from where they are.
 
 # %%
 from helpers.weight_sync import sync_weights
 
+with timeline.phase("release"):
+    server.release_memory()
 with timeline.phase("logprobs"):
     trainer.logprobs(batch)
-with timeline.phase("update"):
-    trainer.update(batch)
-with timeline.phase("export"):
-    exported = trainer.export()
+trainer.update(batch, phase=timeline.phase)
+with timeline.phase("resume"):
+    server.resume_memory()
 with timeline.phase("sync"):
-    sync_weights(trainer, server, "step-1")
+    sent = sync_weights(trainer, server, "step-1")
+
+# %%
+with timeline.phase("offload"):
+    moves = trainer.memory.offload()
+with timeline.phase("sync, offloaded"):
+    away = sync_weights(trainer, server, "step-1")
+with timeline.phase("load back"):
+    moves += trainer.memory.load_back()
 timeline.__exit__()
+for m in moves:
+    print(f"{m.part:9s} {m.where.value:14s} {m.bytes / 1e6:9.1f} MB "
+          f"in {m.seconds:.3f} s")
+print(f"sync {sent.seconds:.3f} s, from the host {away.seconds:.3f} s")
 print(f"{len(timeline.rows)} samples over {timeline.rows[-1][0]:.0f} s")
 
 # %% [markdown]
@@ -177,21 +231,6 @@ peaks = timeline.peak_by_phase()
 bottom = stacked(peaks, "PSS (MiB)", "phases", ALT)
 run.record("peak_pss_gib", max(bottom) / 1024)
 
-# %% [markdown]
-# On a GPU there is a second picture: what NVML says each process holds on the
-# card, CUDA contexts and the allocator's reserve included.
-
-# %%
-if on_gpu:
-    card = timeline.peak_by_phase("GPU")
-    tops = stacked(card, "GPU memory (MiB)", "gpu_phases",
-                   "Stacked bars of GPU memory by process for each phase: "
-                   "the SGLang scheduler's share is the tallest once it is "
-                   "up, the kernel with the trainer grows at the update.")
-    run.record("peak_gpu_gib", max(tops) / 1024)
-else:
-    print("no GPU in this profile")
-
 # %%
 kernel = {k: p.get("notebook kernel", 0) / MIB for k, p in peaks.items()}
 last = kernel["before"]
@@ -202,14 +241,14 @@ others = {r: size / MIB for r, size in peaks["sync"].items()
           if "SGLang" in r}
 print({role: round(size) for role, size in others.items()}, "MiB")
 if not on_gpu:
-    assert kernel["load"] - kernel["imports"] < 100 < kernel["update"]
+    assert kernel["load"] - kernel["server start"] < 100 < kernel["sync"]
 
 # %% [markdown]
 # Read the steps, not the heights. Loading the model and building DDP and
 # optimizer is hardly visible: the tensors are four megabytes. Libraries cost
 # hundreds of MiB
-# before anything is computed. Then the first `logprobs` and the first `update`
-# raise the kernel once more, and it stays up there: those are the buffers of a
+# before anything is computed. Then the first `logprobs` and the first
+# `forward-backward` raise the kernel once more, and it stays up there: those are the buffers of a
 # forward and a backward pass, which the allocator keeps for the next one.
 #
 # SGLang pays for its libraries three times. Its HTTP server, its scheduler and
@@ -223,18 +262,21 @@ if not on_gpu:
 # buffers and optimizer state. SGLang reports the size of its pools.
 
 # %%
-from helpers.memory import measured_trainer_bytes, predicted_kv_bytes
+from helpers.memory import (
+    measured_trainer_bytes, predicted_kv_bytes, predicted_pools,
+)
 
 ledger = []  # (item, predicted bytes, measured bytes)
 measured = measured_trainer_bytes(trainer)
 for name, size in predicted.items():
     ledger.append((name, size, measured[name]))
-info = server.http.get(server.url + "/server_info", timeout=30).json()
-use = info["internal_states"][0]["memory_usage"]
-kv = predicted_kv_bytes(settings, use["token_capacity"],
-                        use["token_capacity_swa"])
+pools = predicted_pools(settings)
+kv = predicted_kv_bytes(settings, *pools)
 ledger.append(("SGLang KV cache", kv, round(use["kvcache"] * 2**30)))
-size = sum(t.numel() * t.element_size() for t in exported.values())
+if on_gpu:
+    ledger.append(("SGLang weights", predicted["weights"],
+                   round(use["weight"] * 2**30)))
+size = sum(t.numel() * t.element_size() for _, t in trainer.export_stream())
 ledger.append(("export", predicted["weights"], size))
 
 # %%
@@ -248,9 +290,9 @@ for name, guess, found in ledger:
 run.record("ledger_max_error", worst)
 
 # %% [markdown]
-# The trainer's rows agree to the byte. SGLang reports its cache rounded to a
-# thousandth of a GiB, which is where that row's difference comes from. Note
-# its size: SGLang keeps *two* pools, one for full-attention layers and one for
+# The trainer's rows agree to the byte. SGLang reports its figures rounded to a
+# thousandth of a GiB, which is where those rows' differences come from. Note
+# the cache's size: SGLang keeps *two* pools, one for full-attention layers and one for
 # sliding layers. Without a prefix cache it sizes the second for the most
 # requests that may run, with room beyond the window for late eviction and for
 # a prefill chunk, up to the size of the first.
@@ -258,6 +300,7 @@ run.record("ledger_max_error", worst)
 # %%
 capacity = {"full-attention pool": use["token_capacity"],
             "sliding-window pool": use["token_capacity_swa"]}
+print("predicted from the profile:", *pools, "tokens")
 window = settings.model.sliding_window
 need = window * settings.rollout.max_running_requests
 for name, tokens in capacity.items():
@@ -266,7 +309,62 @@ print(f"{'windows would need':20s} {need:6d} tokens "
       f"({settings.rollout.max_running_requests} requests x {window})")
 
 # %% [markdown]
-# ## 4 · The peak that you can cure: activations
+# ## 4 · The card, phase by phase
+#
+# Left bar: predicted before the run. Right bar: what NVML saw of the two
+# processes at the phase's peak, taken apart into the trainer's own tensors,
+# what its allocator held beyond them, and the server. The table says what is
+# left unexplained.
+
+# %%
+from helpers.memory import measured_phases
+from helpers.recorded import show_recorded
+
+if on_gpu:
+    asleep = ("release", "logprobs", "forward-backward", "optimizer step")
+    saver = settings.rollout.memory_saver
+    found = measured_phases(timeline, use, asleep if saver else ())
+    run.series("measured_phases", {
+        "phase": [p for p, items in found.items() for _ in items],
+        "item": [i for items in found.values() for i in items],
+        "bytes": [b for items in found.values() for b in items.values()],
+        "seconds": [timeline.seconds[p]
+                    for p, items in found.items() for _ in items]})
+    tops = [sum(items.values()) for items in found.values()]
+    run.record("peak_gpu_gib", max(tops) / 2**30)
+else:
+    show_recorded("gpu-20b", "07_memory", "card")
+
+# %%
+from helpers.figures import paired_stacks
+
+if on_gpu:
+    shown = [phase for phase in card if phase in found]
+    fig = paired_stacks({p: card[p] for p in shown},
+                        {p: found[p] for p in shown},
+                        scale=1e9, ylabel="GPU memory (GB)")
+    show_figure(fig, run=run, name="card", alt=(
+        "Two stacked bars a phase, predicted and measured GPU memory of "
+        "trainer and server. The server's share vanishes while it is "
+        "released, the trainer's while it is offloaded; the tallest phases "
+        "are those in which both are there or gradients are computed."))
+
+# %%
+if on_gpu:
+    lines = [f"{'phase':17s} {'predicted':>9s} {'measured':>9s} "
+             f"{'unexplained':>12s} {'seconds':>8s}"]
+    for phase in shown:
+        guess, total = sum(card[phase].values()), sum(found[phase].values())
+        lines.append(f"{phase:17s} {guess / 1e9:6.1f} GB {total / 1e9:6.1f} "
+                     f"GB {(total - guess) / 1e9:+9.1f} GB "
+                     f"{timeline.seconds[phase]:8.2f}")
+    print("\n".join(lines))
+    (run.folder / "table.txt").write_text("\n".join(lines) + "\n")
+else:
+    show_recorded("gpu-20b", "07_memory", "table")
+
+# %% [markdown]
+# ## 5 · The peak that you can cure: activations
 #
 # Between forward and backward autograd keeps what the backward pass needs.
 # That grows with the tokens of one micro-batch, not with the model, and for
@@ -282,24 +380,24 @@ import time
 from helpers.memory import saved_for_backward
 
 
-def update_with(micro_batch):
+def backward_with(micro_batch):
     layout = dataclasses.replace(trainer.settings.trainer,
                                  micro_batch=micro_batch)
     trainer.settings = dataclasses.replace(settings, trainer=layout)
     start = time.perf_counter()
     with saved_for_backward(trainer.model.module) as saved:
-        stats = trainer.update(batch)
-    return saved, time.perf_counter() - start, stats["grad_norm"]
+        trainer.backward(batch)
+    squares = [p.main_grad.float().pow(2).sum()
+               for p in trainer.model.module.parameters() if p.requires_grad]
+    norm = torch.stack(squares).sum().sqrt().item()
+    return saved, time.perf_counter() - start, norm
 
 
 # %%
-sizes = [256, 128, 64, 32]
-state = settings.run_folder("07_memory") / "before"
-trainer.save(state)
-rows = []
-for micro_batch in sizes:
-    trainer.resume(state)  # every row starts from the same weights
-    rows.append((micro_batch, *update_with(micro_batch)))
+most = min(settings.trainer.micro_batch, len(episodes))
+sizes = [most >> i for i in range(4) if most >> i]
+server.release_memory()
+rows = [(size, *backward_with(size)) for size in sizes]
 for micro_batch, saved, seconds, norm in rows:
     print(f"micro-batch {micro_batch:3d}: {saved.bytes / 1e6:6.1f} MB kept, "
           f"{seconds:.2f} s, gradient norm {norm:.6f}")
@@ -349,14 +447,15 @@ show_figure(
 # %%
 from helpers.memory import predicted_attention_bytes, predicted_logits_bytes
 
-episodes_in, length = batch.size
+episodes_in, length = sizes[0], batch.size[1]
 kept = dict(parts)
 one = {"attention weights":
        predicted_attention_bytes(settings, episodes_in, length),
        "loss and rest": predicted_logits_bytes(settings, episodes_in, length)}
 for name, size in one.items():
+    held = kept.get(name, 0)
     print(f"{name:18s} one copy {size / 1e6:5.1f} MB, kept "
-          f"{kept[name] / 1e6:5.1f} MB: {kept[name] / size:.1f} copies")
+          f"{held / 1e6:5.1f} MB: {held / size:.1f} copies")
 
 # %% [markdown]
 # Formulas of activations predict the size of *one copy* well. How many copies
@@ -369,7 +468,7 @@ for name, size in one.items():
 # fp32 copy of four answers of 1,024 tokens, against 2 MB here.
 
 # %% [markdown]
-# ## 5 · The same ledger at 20 billion parameters
+# ## 6 · The same ledger at 20 billion parameters
 #
 # The formulas do not care about size. This is prediction, not measurement: no
 # GPU took part.

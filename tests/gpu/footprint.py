@@ -13,23 +13,16 @@ import os
 import time
 from pathlib import Path
 
+from helpers.memory import card_used
 from helpers.profiles import load_profile
-
-
-def used() -> int:
-    """Bytes in use on GPU 0."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used
 
 
 def settled(patience: float = 5.0) -> int:
     """Bytes in use once two readings agree: a release is answered before the memory is back (slime 579)."""
-    before, deadline = used(), time.monotonic() + patience
+    before, deadline = card_used(), time.monotonic() + patience
     while time.monotonic() < deadline:
         time.sleep(0.25)
-        now = used()
+        now = card_used()
         if abs(now - before) < 1 << 20:
             break
         before = now

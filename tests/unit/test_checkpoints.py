@@ -446,3 +446,45 @@ def test_the_peak_is_a_tensor_not_a_model(sources, tmp_path, way, quantised):
 @pytest.mark.parametrize(("way", "quantised"), [("collected", False), ("all dequantised", True)])
 def test_what_holds_the_whole_model_breaks_the_bound(sources, tmp_path, way, quantised):
     assert _extra_peak(way, sources[quantised], tmp_path) > 2 * BOUND
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory):
+    """A small model written as a large one would be."""
+    import helpers.checkpoints as module
+
+    settings = load_profile("cpu")
+    return settings, module.write_random_checkpoint(settings, tmp_path_factory.mktemp("streamed") / "random")
+
+
+def test_a_streamed_random_checkpoint_is_one_that_transformers_loads(streamed):
+    from transformers import GptOssForCausalLM
+
+    settings, folder = streamed
+    _, report = GptOssForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    assert check_checkpoint(folder).folder == folder
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["GptOssForCausalLM"]
+
+
+def test_its_tensors_have_the_spread_that_was_asked_for(streamed):
+    settings, folder = streamed
+    weights = _weights(folder)
+    for name, tensor in weights.items():
+        if name.endswith("norm.weight"):
+            assert bool((tensor == 1).all()), name
+        elif "bias" in name:
+            assert not tensor.any(), name
+        elif tensor.numel() > 500:
+            assert tensor.std().item() == pytest.approx(settings.model.initializer_range, rel=0.2), name
+    assert all(w.abs().max() > 0.2 for n, w in weights.items() if n.endswith("sinks"))
+
+
+def test_large_models_are_streamed(monkeypatch, tmp_path):
+    import helpers.checkpoints as module
+
+    asked = []
+    monkeypatch.setattr(module, "write_random_checkpoint", lambda s, f: asked.append(f) or f)
+    assert module.write_tiny_checkpoint(load_profile("gpu-20b"), tmp_path / "x") == asked[0]
+    assert module.write_tiny_checkpoint(load_profile("cpu"), tmp_path / "y") == tmp_path / "y"
+    assert len(asked) == 1

@@ -1,4 +1,4 @@
-"""The environment: locks, scripts and their error paths, the offline bundle, and what no file may contain."""
+"""The environment: locks, scripts and their error paths, and what no file may contain."""
 
 import fcntl
 import importlib.util
@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -434,79 +433,3 @@ def test_what_pip_is_configured_with_reaches_uv(project):
     assert project.shell(show, **given).strip() == "https://other.example/x /etc/ca.pem 5 []"
     offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "wheels"}
     assert project.shell(show, **offline).strip().endswith("[wheels]")
-
-
-# ---- the offline bundle -------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def bundle():
-    spec = importlib.util.spec_from_file_location("offline_bundle", ENVIRONMENT / "offline_bundle.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def site(tmp_path):
-    """A tiny site-packages: one package to carry, one that the host has, and files that never run."""
-    files = {
-        "mine/__init__.py": b"x = 1\n", "mine/data.bin": bytes(range(256)) * 40, "mine/__init__.pyc": b"cache",
-        "mine-1.0.dist-info/METADATA": b"Name: mine\n", "torch/__init__.py": b"", "torch/lib.so": b"big",
-        "torch-2.0.dist-info/METADATA": b"Name: torch\n", "single.py": b"y = 2\n", "mine/torch/__init__.py": b"deep",
-    }  # fmt: skip
-    for name, data in files.items():
-        (tmp_path / "site" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "site" / name).write_bytes(data)
-    return tmp_path / "site"
-
-
-def test_a_bundle_comes_back_as_it_was(bundle, site, tmp_path):
-    count = bundle.pack(site, tmp_path / "parts", have={"torch"}, part_bytes=256)
-    assert count > 1 and bundle.unpack(tmp_path / "parts", tmp_path / "out") == count
-    carried = {
-        p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*") if p.is_file()
-    }
-    plain = {"mine/__init__.py", "mine/data.bin", "mine/torch/__init__.py", "single.py"}
-    assert carried == plain | {"mine-1.0.dist-info/METADATA"}
-    assert all((tmp_path / "out" / name).read_bytes() == (site / name).read_bytes() for name in carried)
-    assert max(p.stat().st_size for p in (tmp_path / "parts").glob("part.*")) <= 256
-
-
-@pytest.mark.parametrize("damage", ["missing", "changed", "no sums"])
-def test_a_damaged_bundle_writes_nothing(bundle, site, tmp_path, damage):
-    bundle.pack(site, tmp_path / "parts", have=set(), part_bytes=256)
-    part = tmp_path / "parts/part.001"
-    if damage == "missing":
-        part.unlink()
-    elif damage == "changed":
-        part.write_bytes(part.read_bytes()[:-1] + b"?")
-    else:
-        (tmp_path / "parts/SHA256SUMS").unlink()
-    with pytest.raises(bundle.BundleError, match="copy"):
-        bundle.unpack(tmp_path / "parts", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_bundle_folder_with_something_in_it_is_refused(bundle, site):
-    with pytest.raises(bundle.BundleError, match="not empty"):
-        bundle.pack(site, site, have=set())
-
-
-def test_device_code_of_other_architectures_is_zeroed(bundle, tmp_path):
-    def entry(kind: int, arch: int, payload: bytes) -> bytes:
-        header = struct.pack("<HHIQ", kind, 1, 32, len(payload))
-        return header.ljust(28, b"\0") + struct.pack("<I", arch) + payload
-
-    entries = entry(2, 80, b"A" * 16) + entry(2, 90, b"B" * 16) + entry(1, 90, b"C" * 16)
-    library = b"ELF" * 11 + bundle.FATBIN_HEADER.pack(0xBA55ED50, 1, 16, len(entries)) + entries + b"tail"
-    path = tmp_path / "lib.so"
-    path.write_bytes(library)
-    assert bundle.keep_one_arch(path, arch=90) == 16
-    after = path.read_bytes()
-    assert after == library.replace(b"A" * 16, bytes(16)).replace(b"C" * 16, bytes(16))
-
-
-def test_names_of_the_host_are_read(bundle):
-    have = bundle.read_names((ENVIRONMENT / "gpu_host_has.txt").read_text())
-    assert {"torch", "nvidia"} <= have and not any("#" in name for name in have)
-    entries = {"torch-2.11.0.dist-info": "torch", "PIL": "pil", "scipy.libs": "scipy", "six.py": "six"}
-    assert {entry: bundle.top_level_name(entry) for entry in entries} == entries

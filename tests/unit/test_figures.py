@@ -110,3 +110,18 @@ def test_progress_shows_a_bar_elsewhere(monkeypatch, capsys):
     monkeypatch.delenv("PAPERMILL_RUN", raising=False)
     assert list(progress([1, 2], "steps")) == [1, 2]
     assert "IProgress" not in capsys.readouterr().err
+
+
+def test_paired_stacks_keep_one_colour_an_item_and_their_heights():
+    from helpers.figures import paired_stacks
+
+    left = {"load": {"weights": 4.0, "cache": 2.0}, "step": {"weights": 4.0}}
+    right = {"load": {"weights": 5.0, "rest": 1.0}, "other": {"weights": 9.0}}
+    ax = paired_stacks(left, right, scale=2.0, ylabel="GB").axes[0]
+    tops = {}
+    for bar in ax.patches:
+        centre = round(bar.get_x() + bar.get_width() / 2, 2)
+        tops[centre] = max(tops.get(centre, 0), bar.get_y() + bar.get_height())
+    assert tops == {-0.21: 3.0, 0.21: 3.0, 0.79: 2.0, 1.21: 0.0}
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["load", "step"]
+    assert "left predicted, right measured" in ax.get_ylabel()

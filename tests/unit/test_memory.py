@@ -108,3 +108,84 @@ def test_timeline_knows_its_phases():
 def test_bf16_needs_a_master_copy():
     bf16 = dataclasses.replace(CPU, model=dataclasses.replace(CPU.model, dtype="bfloat16"))
     assert memory.predicted_trainer_bytes(bf16)["master weights"] == 4 * 258_000
+
+
+# --- the card, phase by phase --------------------------------------------------------------------------------------
+def test_pools_with_and_without_a_prefix_tree():
+    """gpt-oss on a GPU: 0.8 of the full pool. Profile cpu without the tree: capped by the pool for full attention."""
+    assert memory.predicted_pools(load_profile("gpu-20b")) == (131_072, 104_857)
+    assert memory.predicted_pools(CPU) == (16_384, 16_384)
+    few = load_profile("cpu", **{"rollout.max_running_requests": 8})
+    assert memory.predicted_pools(few) == (16_384, (16 + 128 + 2) * 8 + 8192 + 1)
+    plain = load_profile("gpu-20b", **{"rollout.kv_saver": "plain"})
+    assert memory.predicted_pools(plain) == (131_072, 131_072)
+    with pytest.raises(ValueError, match="max_total_tokens is None"):
+        memory.predicted_pools(load_profile("gpu-20b", **{"rollout.max_total_tokens": None}))
+
+
+def test_activations_of_20b_by_hand():
+    """A token and layer: 4 x 2880 + 2 x 4096 + 1024 dense, 4 experts of 2 x 2880 + 3 x 2880, two bytes each."""
+    settings = load_profile("gpu-20b")
+    by_hand = 24 * 2 * (4 * 2880 + 2 * 4096 + 1024 + 4 * 5 * 2880)
+    assert memory.predicted_activation_bytes(settings, 1) == by_hand
+    assert memory.predicted_activation_bytes(settings, 100) == 100 * by_hand
+
+
+def test_phases_hold_what_is_there_and_nothing_else():
+    settings = load_profile("gpu-20b")
+    phases = memory.predicted_phases(settings, tokens=1000, context=7)
+    weights = 2 * 20_914_757_184
+    assert phases["server start"]["CUDA contexts"] == 7 and phases["load"]["CUDA contexts"] == 14
+    for phase in ("release", "logprobs", "forward-backward", "optimizer step"):
+        assert not any(item.startswith("server") for item in phases[phase]), "released for these"
+    for phase in ("offload", "sync, offloaded"):
+        assert not any(item.startswith("trainer") for item in phases[phase])
+        assert phases[phase]["server weights"] == weights
+    assert phases["load back"] == phases["resume"]
+    moments = phases["optimizer step"]["trainer optimizer"] - phases["load"]["trainer optimizer"]
+    assert moments == 2 * phases["load"]["trainer gradients"]
+
+
+def test_a_server_that_keeps_its_memory_stays_in_every_phase():
+    settings = load_profile("gpu")
+    assert not settings.rollout.memory_saver
+    phases = memory.predicted_phases(settings, tokens=1000, context=7)
+    assert all("server KV cache" in items for items in phases.values())
+
+
+def timeline_of(rows, torch_counts, static):
+    timeline = memory.MemoryTimeline([os.getpid()])
+    timeline.rows, timeline.torch, timeline.static = rows, torch_counts, static
+    return timeline
+
+
+def test_what_nvml_saw_is_taken_apart_without_a_remainder():
+    gib = 1 << 30
+    rows = [
+        (0.0, "rollout", "GPU", "notebook kernel", 10 * gib), (0.0, "rollout", "GPU", "SGLang scheduler", 9 * gib),
+        (1.0, "release", "GPU", "notebook kernel", 10 * gib), (1.0, "release", "GPU", "SGLang scheduler", 2 * gib),
+    ]  # fmt: skip
+    counts = {"allocated": 7 * gib, "reserved": 9 * gib}
+    static = {"trainer weights": 4 * gib, "trainer gradients": gib, "trainer optimizer": 0}
+    timeline = timeline_of(rows, dict.fromkeys(("rollout", "release"), counts), dict.fromkeys(("rollout", "release"), static))
+    found = memory.measured_phases(timeline, {"weight": 5.0, "kvcache": 3.0}, released=["release"])
+    assert {item: size / gib for item, size in found["rollout"].items()} == {
+        "trainer weights": 4, "trainer gradients": 1, "working memory": 2, "allocator's reserve": 2, "CUDA contexts": 1,
+        "server weights": 5, "server KV cache": 3, "server: graphs, workspaces, context": 1,
+    }  # fmt: skip
+    assert sum(found["rollout"].values()) == 19 * gib and sum(found["release"].values()) == 12 * gib
+    assert found["release"]["server: graphs, workspaces, context"] == 2 * gib
+
+
+def test_a_server_that_did_not_release_shows_as_unexplained():
+    rows = [(0.0, "release", "GPU", "SGLang scheduler", 100)]
+    found = memory.measured_phases(timeline_of(rows, {}, {}), {"weight": 0.0, "kvcache": 0.0}, ["release"])
+    assert found == {"release": {"server: graphs, workspaces, context": 100}}
+
+
+def test_a_timeline_knows_how_long_a_phase_took():
+    with memory.MemoryTimeline([os.getpid()], interval=5) as timeline:
+        for _ in range(2):
+            with timeline.phase("sleep"):
+                time.sleep(0.05)
+    assert 0.1 <= timeline.seconds["sleep"] < 1.0 and not timeline.torch

@@ -1,8 +1,11 @@
 """Preflight: what a machine lacks is said before anything heavy starts."""
 
+import doctest
 import os
+import re
 import subprocess
 import sys
+import types
 from collections import namedtuple
 
 import pytest
@@ -128,3 +131,78 @@ def test_a_process_told_another_device_is_refused_before_torch():
         assert "prepare_kernel(settings)" in done.stdout and done.stdout.strip().endswith("False"), (
             done.stderr
         )
+
+
+# --- attention with sinks (pitfall 1) -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("layout", "engine", "cudnn", "deterministic", "words"),
+    [
+        ("SBHD", "2.7.0", (9, 19, 0), False, "TransformerEngine 2.7.0 has no learnable softmax: install 2.8"),
+        ("SBHD", "-", (9, 19, 0), False, "TransformerEngine - has no learnable softmax"),
+        ("THD", "2.20.2", (9, 17, 1), False, "cuDNN 9.17.1 has no learnable softmax for packed .* 9.18 or later"),
+        ("THD", "2.20.2", (9, 18, 0), True, "deterministic mode: set NVTE_ALLOW_NONDETERMINISTIC_ALGO=1"),
+        ("SBHD", "2.20.2", (9, 17, 1), False, "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2"),
+        ("THD", "2.10.0+cu13", (9, 18, 0), False, "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2"),
+    ],
+)  # fmt: skip
+def test_a_closed_gate_is_named_with_its_cure(layout, engine, cudnn, deterministic, words):
+    problem = preflight.attention_problem("no backend", layout, engine, cudnn, deterministic)
+    assert problem.startswith(f"attention with sinks would run as no backend in {layout}: ")
+    assert re.search(words, problem)
+
+
+def _gpu_report(monkeypatch, fused, engine="2.20.2", cudnn=(9, 19, 0), **question):
+    """attention_report of profile gpu (or with these changes), with TransformerEngine's answers given."""
+    asked = []
+
+    def backend(settings, layout, window, length, deterministic):
+        asked.append((layout, window, deterministic))
+        return "FusedAttention" if fused(window) else "UnfusedDotProductAttention"
+
+    utils = types.ModuleType("transformer_engine.pytorch.utils")
+    utils.get_cudnn_version = lambda: cudnn
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.utils", utils)
+    monkeypatch.setattr(preflight, "_version", lambda package: engine)
+    monkeypatch.setattr(preflight, "_te_backend", backend)
+    packed = question.pop("packed", False)
+    return preflight.attention_report(load_profile("gpu", **question), packed), asked
+
+
+def test_the_attention_report_names_backend_versions_layout_and_windows(monkeypatch):
+    report, asked = _gpu_report(monkeypatch, lambda window: True)
+    assert str(report) == (
+        "FusedAttention, TransformerEngine 2.20.2, cuDNN 9.19.0, SBHD, learnable softmax, window (127, 0) and full"
+    )
+    assert sorted(asked) == [("SBHD", (-1, 0), False), ("SBHD", (127, 0), False)]
+    assert _gpu_report(monkeypatch, lambda window: True, packed=True)[0].layout == "THD"
+
+
+def test_one_kind_of_layer_without_fused_attention_is_refused(monkeypatch):
+    with pytest.raises(preflight.NotReady, match="as FusedAttention and UnfusedDotProductAttention in SBHD"):
+        _gpu_report(monkeypatch, lambda window: window == (-1, 0))
+
+
+def test_an_old_transformer_engine_is_refused_before_it_is_asked(monkeypatch):
+    with pytest.raises(preflight.NotReady, match="TransformerEngine 2.7 has no learnable softmax"):
+        _gpu_report(monkeypatch, None, engine="2.7")  # asking would fail: None is no function
+
+
+def test_unfused_attention_is_right_for_float32(monkeypatch):
+    report, _ = _gpu_report(monkeypatch, lambda window: False, **{"model.dtype": "float32"})
+    assert report.backend == "UnfusedDotProductAttention"
+
+
+def test_deterministic_mode_is_what_transformer_engine_takes_for_it(monkeypatch):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    with pytest.raises(preflight.NotReady, match="deterministic mode"):
+        _gpu_report(monkeypatch, lambda window: False)
+
+
+def test_on_a_cpu_nothing_is_asked(monkeypatch):
+    monkeypatch.setattr(preflight, "_te_backend", None)
+    report = preflight.attention_report(load_profile("cpu"))
+    assert report.transformer_engine == report.cudnn == "-" and report.windows == ((15, 0), (-1, 0))
+
+
+def test_doctests():
+    assert doctest.testmod(preflight).failed == 0

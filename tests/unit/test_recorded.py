@@ -57,3 +57,25 @@ def test_a_run_with_uncommitted_changes_is_not_recorded(tmp_path):
 def test_lost_markers_are_named():
     with pytest.raises(RecordError, match="markers for the table of notebooks"):
         fill_readme("# no tables here", RECORDED)
+
+
+def test_a_recorded_run_is_never_shown_without_its_label(capsys):
+    from helpers.recorded import recorded_label, show_recorded
+
+    label = recorded_label("cpu", "07_memory")
+    assert label.startswith("RECORDED, not run here: profile cpu, 2 CPU cores, torch 2.")
+    assert "commit " in label
+    show_recorded("cpu", "07_memory", "phases")
+    assert capsys.readouterr().out.startswith("RECORDED")
+
+
+def test_a_missing_record_says_so(capsys):
+    from helpers.recorded import recorded_label, show_recorded
+
+    assert recorded_label("cluster", "07_memory") == ""
+    show_recorded("cluster", "07_memory", "card")
+    show_recorded("cpu", "07_memory", "no_such_figure")
+    assert capsys.readouterr().out.splitlines() == [
+        "no recorded run of profile cluster, notebook 07_memory, with card",
+        "no recorded run of profile cpu, notebook 07_memory, with no_such_figure",
+    ]

@@ -40,7 +40,7 @@ def test_metrics_json_follows_schema_1(run):
     run.finish()
     record = read_metrics(run.folder / METRICS_FILE)
     assert list(record) == [
-        "schema", "notebook", "profile", "status", "seed", "commit", "hardware", "versions", "command", "seconds",
+        "schema", "notebook", "profile", "status", "seed", "commit", "date", "hardware", "versions", "command", "seconds",
         "metrics", "units", "series",
     ]  # fmt: skip
     assert (record["schema"], record["notebook"], record["profile"], record["seed"]) == (

@@ -29,7 +29,7 @@ def test_holding_out_depends_on_the_multiset_only(question, rng):
 def test_no_training_stream_shows_a_held_out_multiset(name):
     task = load_task(name, seed=1)
     trained = [p.question for step in range(20) for p in task.sample(32, step)]
-    shown = [d.prompt for d in task.demonstrations(500, 0.65, 0.2)]
+    shown = [] if name == "even-tokens" else [d.prompt for d in task.demonstrations(500, 0.65, 0.2)]
     assert not any(is_held_out(q) for q in trained)
     assert not any(is_held_out("".join(c for c in prompt if c.isdigit())) for prompt in shown)
     assert all(is_held_out(p.question) for p in task.held_out(256))
@@ -76,3 +76,21 @@ def test_an_unknown_task_names_the_known_ones():
     assert load_task("median", 2) == MedianTask(2)
     with pytest.raises(ValueError, match="tasks: median"):
         load_task("medain")
+
+
+def test_even_tokens_fills_a_prompt_of_512_and_grades_ids(tmp_path):
+    from helpers.checkpoints import HARMONY_IDS, HARMONY_SIZE, write_tiny_tokenizer
+    from helpers.harmony import encode, load_tokenizer, stop_token_ids
+
+    write_tiny_tokenizer(tmp_path, HARMONY_SIZE)
+    tokenizer = load_tokenizer(tmp_path)
+    problem = load_task("even-tokens").sample(1)[0]
+    ids = encode(tokenizer, problem.prompt)
+    assert len(ids) == 512
+    assert ids[0] == HARMONY_IDS["<|start|>"] and HARMONY_IDS["<|end|>"] in ids
+    assert sorted(stop_token_ids(tokenizer)) == [199_999, 200_002, 200_012]
+    assert problem.reward([2, 4, 5, 7], tokenizer) == 0.5
+    assert problem.reward([], tokenizer) == 0.0
+    assert tokenizer.decode([150_000, 190_000]) == "", "ids without a token are no error"
+    with pytest.raises(ValueError, match=r"warm_start\.steps = 0"):
+        load_task("even-tokens").demonstrations(1, 0.5, 0.5)
