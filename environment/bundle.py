@@ -85,6 +85,11 @@ MAIN_PACKAGES = {
     "sglang": "sglang",
     "ray": "ray",
 }
+# TransformerEngine looks for CUDA libraries where these say, then in the interpreter's own site-packages, but not in
+# folders of PYTHONPATH (transformer_engine/common/__init__.py, _load_cuda_library). What those libraries open in turn
+# is found by LD_LIBRARY_PATH.
+LIBRARY_FOLDERS = {"CUDNN_HOME": "nvidia/cudnn", "NVRTC_HOME": "nvidia/cu13", "CURAND_HOME": "nvidia/cu13"}
+PREPENDED = ("PATH", "LD_LIBRARY_PATH")  # the node's own value stays behind ours
 IMPORT_SECONDS = 300  # for each of them; the first import on a cold disk takes a minute
 
 # CUDA fat binaries: a container header, then entries of one architecture each. All little-endian; offsets in bytes.
@@ -831,18 +836,24 @@ def verify(target: Path) -> Report:
 
 
 def node_environment(target: Path) -> dict[str, str]:
-    """The variables that a process needs to use `target`: PYTHONPATH, and PATH where programs were carried."""
+    """The variables that a process needs to use `target`: PYTHONPATH, and what was carried of programs and libraries."""
     ours = [str(PROJECT_ROOT)] if (PROJECT_ROOT / "helpers").is_dir() else []
     variables = {"PYTHONPATH": os.pathsep.join([str(target.absolute()), *ours])}
     if (target / "bin").is_dir():
         variables["PATH"] = str(target.absolute() / "bin")
+    for name, folder in LIBRARY_FOLDERS.items():
+        if (target / folder).is_dir():
+            variables[name] = str(target.absolute() / folder)
+    libraries = sorted(str(path) for path in target.absolute().glob("nvidia/*/lib"))
+    if libraries:
+        variables["LD_LIBRARY_PATH"] = os.pathsep.join(libraries)
     return variables
 
 
 def export_lines(target: Path) -> list[str]:
     """What the person types next."""
     return [
-        f"export {name}={shlex.quote(value)}" + (f"{os.pathsep}$PATH" if name == "PATH" else "")
+        f"export {name}={shlex.quote(value)}" + (f"${{{name}:+:${name}}}" if name in PREPENDED else "")
         for name, value in node_environment(target).items()
     ]
 
@@ -853,12 +864,13 @@ IMPORT_ONE = "import importlib, sys; importlib.import_module(sys.argv[1])"
 def import_problem(module: str, target: Path, seconds: float = IMPORT_SECONDS) -> str | None:
     """Imports `module` in a process of its own as the node would; None, or what went wrong."""
     variables = node_environment(target)
-    path = os.pathsep.join(filter(None, [variables.pop("PATH", ""), os.environ.get("PATH", "")]))
+    for name in variables.keys() & set(PREPENDED):
+        variables[name] = os.pathsep.join(filter(None, [variables[name], os.environ.get(name)]))
     command = [sys.executable, "-c", IMPORT_ONE, module]
     try:
         done = subprocess.run(
             command,
-            env=os.environ | variables | {"PATH": path},
+            env=os.environ | variables,
             capture_output=True,
             text=True,
             errors="replace",

@@ -63,6 +63,7 @@ def prepare_process(settings: Profile) -> float:
         raise RuntimeError(
             f"profile {settings.name!r} needs a GPU and torch sees none; profile cpu runs on this machine"
         )
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     with quiet_libraries():
         from megatron.bridge import AutoBridge  # noqa: F401  imported on demand, so ask for it here
         from transformers.utils import logging as transformers_logging

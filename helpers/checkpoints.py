@@ -52,16 +52,19 @@ HARMONY_IDS = {
     "<|message|>": 200_008, "<|call|>": 200_012,
 }  # fmt: skip
 HARMONY_SIZE = 201_088
+FILLER = "filler_"
 
 
 def tiny_vocabulary(size: int) -> dict[str, int]:
     """Token -> id: harmony's special tokens, its words, digits and punctuation, and reserved tokens up to `size`.
 
-    For gpt-oss's own size the special tokens have their own ids and the other 200,000 ids have no token.
+    For gpt-oss's own size the special tokens have their own ids, and most of the others are fillers that no text becomes.
     """
     if size == HARMONY_SIZE:
         words = [t for t in (*WORDS, *CHARACTERS, *LATER_TOKENS) if t not in HARMONY_IDS]
-        return {t: i for i, t in enumerate(words)} | HARMONY_IDS | {"<|reserved_200000|>": 200_000}
+        known = {t: i for i, t in enumerate(words)} | HARMONY_IDS
+        free = sorted(set(range(size)) - set(known.values()))
+        return known | {f"{FILLER}{i}": i for i in free[:-1]} | {"<|reserved|>": free[-1]}
     first = [*SPECIAL_TOKENS, *WORDS, *CHARACTERS]
     tokens = [*first, *LATER_TOKENS]
     if size <= len(tokens):  # the last reserved one stands for unknown text
@@ -83,7 +86,8 @@ def write_tiny_tokenizer(folder: Path, size: int) -> None:
 
     vocabulary = tiny_vocabulary(size)
     special = [token for token in vocabulary if token.startswith("<|")]
-    longest_first = sorted(vocabulary.keys() - set(special), key=lambda word: (-len(word), word))
+    words = (w for w in vocabulary if not w.startswith(("<|", FILLER)))
+    longest_first = sorted(words, key=lambda word: (-len(word), word))
     pattern = "|".join(re.escape(word) for word in longest_first)
     unknown = list(vocabulary)[-1]
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))

@@ -1,20 +1,33 @@
 """What SGLang keeps on the GPU after it was told to release everything, by way of building its KV cache.
 
-    python tests/gpu/footprint.py --out DIR [--profile gpu] [--mem-fraction 0.5] [--cycles 20] [--ways stock plain hook]
+    python tests/gpu/footprint.py --out DIR [--profile gpu-20b --layers 4] [--mem-fraction 0.5] [--cycles 20] [--ways ...]
 
 Each way is a server of its own: start, release tag by tag, resume, weights back, and the logprobs of prompts on both sides
-of the window compared with those before. The last way repeats release and resume. Writes footprint.csv (one row a stage)
-and footprint_cycles.csv. GPU memory is that of the whole card by NVML: nothing else may run on it.
+of the window compared with those before. stock: SGLang as it is. plain: one pool for all layers, no sliding windows. hook:
+helpers/sglang_saver.py. graphs: the hook, and CUDA graphs under the saver too. backup: the hook, and weights kept in host
+memory, so that nothing has to be loaded after the resume. The way named by --cycle repeats release and resume.
+Writes footprint.csv (one row a stage) and footprint_cycles.csv. GPU memory is that of the whole card by NVML: nothing else
+may run on it.
 """
 
 import argparse
 import csv
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from helpers.memory import card_used
 from helpers.profiles import load_profile
+
+
+WAYS = {  # name -> changes of the profile, further arguments of the server
+    "stock": ({"rollout.kv_saver": "stock"}, ()),
+    "plain": ({"rollout.kv_saver": "plain"}, ()),
+    "hook": ({"rollout.kv_saver": "hook"}, ()),
+    "graphs": ({"rollout.kv_saver": "hook", "rollout.saver_graphs": True}, ()),
+    "backup": ({"rollout.kv_saver": "hook"}, ("--enable-weights-cpu-backup",)),
+}
 
 
 def settled(patience: float = 5.0) -> int:
@@ -52,8 +65,10 @@ def gap(a, b) -> float:
 def one_way(way: str, options, checkpoint: Path) -> tuple[list[dict], list[dict]]:
     from helpers.rollout import MEMORY_TAGS, RolloutServer
 
-    changes = {"rollout.memory_saver": True, "rollout.kv_saver": way, "rollout.mem_fraction": options.mem_fraction}
-    settings = load_profile(options.profile, **changes)
+    changes, arguments = WAYS[way]
+    settings = load_options(options, **changes)
+    rollout = replace(settings.rollout, server_arguments=settings.rollout.server_arguments + arguments)
+    settings = replace(settings, rollout=rollout)
     empty, rows = settled(), []
 
     def note(stage: str, seconds: float = 0.0, difference: float | str = "") -> int:
@@ -71,10 +86,12 @@ def one_way(way: str, options, checkpoint: Path) -> tuple[list[dict], list[dict]
             note(f"released {tag}", server.release_memory([tag]))
         took = server.resume_memory()
         note("resumed", took)
+        if way == "backup":
+            note("weights from the host", 0.0, gap(logprobs(server, settings), before))
         took = server.load_weights(checkpoint)
         note("weights loaded", took, gap(logprobs(server, settings), before))
         cycles = []
-        for cycle in range(options.cycles if way == options.ways[-1] else 0):
+        for cycle in range(options.cycles if way == options.cycle else 0):
             released = server.release_memory()
             low = settled() - empty
             resumed = server.resume_memory()
@@ -90,6 +107,14 @@ def one_way(way: str, options, checkpoint: Path) -> tuple[list[dict], list[dict]
         server.stop()
 
 
+def load_options(options, **changes):
+    """The profile with a cache that fills its share of the card, as SGLang has it by default."""
+    if options.layers:
+        changes["model.num_hidden_layers"] = options.layers
+    changes |= {"rollout.memory_saver": True, "rollout.mem_fraction": options.mem_fraction}
+    return load_profile(options.profile, **{"rollout.max_total_tokens": None}, **changes)
+
+
 def write(path: Path, rows: list[dict]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0].keys())
@@ -100,19 +125,26 @@ def write(path: Path, rows: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--profile", default="gpu")
+    parser.add_argument("--profile", default="gpu-20b")
+    parser.add_argument("--layers", type=int)
     parser.add_argument("--mem-fraction", type=float, default=0.5)
     parser.add_argument("--cycles", type=int, default=20)
-    parser.add_argument("--ways", nargs="+", default=["stock", "plain", "hook"])
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--cycle", default="hook", choices=WAYS)
     options = parser.parse_args()
-    settings = load_profile(options.profile)
+    settings = load_options(options)
     os.environ.update(settings.process_environment("kernel"))
     from helpers.checkpoints import starting_checkpoint
+    from helpers.rollout import RolloutError
 
     checkpoint, rows = starting_checkpoint(settings), []
     options.out.mkdir(parents=True, exist_ok=True)
     for way in options.ways:
-        more, cycles = one_way(way, options, checkpoint)
+        try:
+            more, cycles = one_way(way, options, checkpoint)
+        except RolloutError as error:  # what a way cannot do is a result too
+            print(way, "failed:", str(error)[-1500:], flush=True)
+            more, cycles = [{"way": way, "stage": "failed", "gigabytes": "", "seconds": "", "logprob_gap": ""}], []
         rows += more
         write(options.out / "footprint.csv", rows)
         if cycles:

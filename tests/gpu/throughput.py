@@ -29,13 +29,15 @@ import importlib.util
 import os
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from helpers.profiles import Profile, load_profile
@@ -224,25 +226,32 @@ class EngineProcess:
     """SGLang's Engine with the server's own flags, in a process that runs their benchmark on request."""
 
     def __init__(self, run: Run):
-        from helpers.rollout import free_port, server_command
+        from helpers.rollout import LAUNCHER, free_port, server_command
 
         command = server_command(run.settings, run.checkpoint, free_port())
         arguments = command[command.index("sglang.launch_server") + 1 :]
         self.log, waits = run.options.out / "engine.log", run.settings.rollout
         self.start_timeout, self.timeout = waits.start_timeout, waits.request_timeout
-        self.connection, theirs = Pipe()
+        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{folder}/engine")
+            listener.listen()
+            listener.settimeout(60)
+            with self.log.open("w") as out:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-S", str(LAUNCHER), sys.executable, "-W", "ignore", __file__, "--engine",
+                     f"{folder}/engine", *arguments],
+                    stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+                    env=self._environment(run),
+                )  # fmt: skip
+            self.connection = Connection(listener.accept()[0].detach())  # asked for before any import
+
+    def _environment(self, run: Run) -> dict[str, str]:
         environment = {**os.environ, **run.settings.process_environment("server")}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         # profile cpu sets a path of its own for servers; keep the one that this process found its packages by
         paths = environment.get("PYTHONPATH"), os.environ.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join(path for path in dict.fromkeys(paths) if path)
-        with self.log.open("w") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", __file__, "--engine", str(theirs.fileno()), *arguments],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                start_new_session=True, env=environment,
-            )  # fmt: skip
-        theirs.close()
+        return environment
 
     def wait(self) -> float:
         """Seconds from the process's first line to a ready Engine, as it saw them itself."""
@@ -264,13 +273,15 @@ class EngineProcess:
         raise RuntimeError(f"the Engine's process {problem}. Last lines of {self.log}:\n{tail}")
 
     def stop(self) -> None:
-        """It ends by itself when its end of the pipe reads end of file."""
-        self.connection.close()
+        """The launcher ends the Engine and all its processes. (One named semaphore of 32 bytes stays: their shutdown kills
+        the resource tracker that would have removed it.)"""
+        self.process.stdin.close()
         try:
             self.process.wait(30)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(10)
+        self.connection.close()
 
 
 class TokenIds:
@@ -297,9 +308,11 @@ def build_engine(arguments: list[str]):
     return Engine(server_args=ServerArgs.from_cli_args(parser.parse_args(arguments)))
 
 
-def engine_process(descriptor: int, arguments: list[str]) -> None:
+def engine_process(address: str, arguments: list[str]) -> None:
     """What EngineProcess starts: sends the seconds to a ready Engine, then a measurement for each request."""
-    start, connection = time.monotonic(), Connection(descriptor)
+    start, link = time.monotonic(), socket.socket(socket.AF_UNIX)
+    link.connect(address)
+    connection = Connection(link.detach())
     from sglang.benchmark.datasets import DatasetRow
     from sglang.benchmark.offline_throughput import throughput_test_once
 
@@ -693,6 +706,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt (rollout)")
     parser.add_argument("--response", type=int, default=256, help="tokens of each answer (rollout)")
     parser.add_argument("--concurrent", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument(
+        "--mem-fraction",
+        type=float,
+        help="of both engines; the second takes its share of what the first left",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only-ours", action="store_true", help="without sglang's and Megatron-Bridge's own")
     parser.add_argument("--shapes", nargs="+", help="episodes x sequence of the trainer, such as 64x1024")
@@ -701,13 +719,15 @@ def parsed() -> argparse.Namespace:
 
 def make_run(options: argparse.Namespace) -> Run:
     """Settings and checkpoint. The cache size is set, since two engines that share a card would find different ones."""
-    changes = {"model.num_hidden_layers": options.layers} if options.layers else {}
-    tokens = 2 * max(options.concurrent) * (options.prompt + options.response)
-    settings = load_profile(options.profile, **changes)
+    changes: dict[str, object] = {}
+    if options.layers:
+        changes["model.num_hidden_layers"] = options.layers
+    if options.mem_fraction:
+        changes["rollout.mem_fraction"] = options.mem_fraction
     if options.part in ("rollout", "all"):
-        settings = load_profile(
-            options.profile, **changes, **{"rollout.max_total_tokens": max(tokens, 16_384)}
-        )
+        tokens = 2 * max(options.concurrent) * (options.prompt + options.response)
+        changes["rollout.max_total_tokens"] = max(tokens, 16_384)
+    settings = load_profile(options.profile, **changes)
     os.environ.update(settings.process_environment("kernel"))
     from helpers.checkpoints import starting_checkpoint, write_tiny_checkpoint
 
@@ -735,6 +755,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--engine"]:
-        engine_process(int(sys.argv[2]), sys.argv[3:])
+        engine_process(sys.argv[2], sys.argv[3:])
     else:
         main()

@@ -380,6 +380,20 @@ def test_pth_files_work_on_pythonpath_and_the_machines_own_sitecustomize_still_r
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, check=True)
 
 
+def test_carried_cuda_libraries_are_named_for_transformer_engine(target):
+    assert not any("_HOME=" in line for line in bundle.export_lines(target))
+    write_tree(target, {"nvidia/cudnn/lib/libcudnn.so.9": b"", "nvidia/cu13/lib/libnvrtc.so.13": b""})
+    named = {line for line in bundle.export_lines(target) if "_HOME=" in line}
+    folders = {"CUDNN": "nvidia/cudnn", "NVRTC": "nvidia/cu13", "CURAND": "nvidia/cu13"}
+    assert named == {f"export {name}_HOME={target / folder}" for name, folder in folders.items()}
+    exports = "\n".join(bundle.export_lines(target)) + "\necho $LD_LIBRARY_PATH"
+    for own, expected in ({}, ""), ({"LD_LIBRARY_PATH": "/own"}, ":/own"):
+        said = subprocess.run(
+            ["bash", "-c", exports], env=own, capture_output=True, text=True, check=True
+        ).stdout
+        assert said.strip() == f"{target}/nvidia/cu13/lib:{target}/nvidia/cudnn/lib" + expected
+
+
 def test_programs_with_a_path_inside_are_not_carried(site):
     (site.parents[2] / "bin/ninja").write_text("#!/venv/bin/python\n")
     assert not [name for _, name in bundle.choose(site, HAVE).files if name.startswith("bin/")]
@@ -756,7 +770,7 @@ def test_the_whole_story_by_command(site, home, node, tmp_path):
 
     code, text = command("unpack", tmp_path / "parts", tmp_path / "out")
     assert code == 0 and f"export PYTHONPATH={tmp_path / 'out'}" in text
-    assert f"export PATH={tmp_path / 'out/bin'}:$PATH" in text
+    assert f"export PATH={tmp_path / 'out/bin'}${{PATH:+:$PATH}}" in text
     assert (Path(os.environ["HOME"]) / ".triton/cache/KEY/kernel.cubin").read_bytes() == b"triton"
     code, text = command("unpack", tmp_path / "parts", tmp_path / "out", "--no-caches")
     assert code == 0 and "already unpacked" in text and "kernel caches" not in text

@@ -91,6 +91,7 @@ def test_even_tokens_fills_a_prompt_of_512_and_grades_ids(tmp_path):
     assert sorted(stop_token_ids(tokenizer)) == [199_999, 200_002, 200_012]
     assert problem.reward([2, 4, 5, 7], tokenizer) == 0.5
     assert problem.reward([], tokenizer) == 0.0
-    assert tokenizer.decode([150_000, 190_000]) == "", "ids without a token are no error"
+    assert tokenizer.decode([150_000, 190_000]) == "filler_150000filler_190000"
+    assert encode(tokenizer, "filler_150000") != (150_000,), "no text becomes a filler"
     with pytest.raises(ValueError, match=r"warm_start\.steps = 0"):
         load_task("even-tokens").demonstrations(1, 0.5, 0.5)
