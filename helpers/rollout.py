@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import orjson
 import requests
 
 from helpers.anatomy import tensor_shapes
@@ -127,7 +128,8 @@ class SGLangClient:
 
     def post(self, path: str, **payload):
         """POST to the server; returns its JSON. Raises RolloutError with the server's own words."""
-        return self._ask("POST", path, json=payload)
+        body = {"data": orjson.dumps(payload), "headers": {"content-type": "application/json"}}
+        return self._ask("POST", path, **body)
 
     def served_model(self) -> ServedModel:
         """What the server serves; asked once a client. Raises RolloutError where its config.json is not to be seen here.
@@ -160,7 +162,9 @@ class SGLangClient:
             ) from error
         if reply.status_code != 200:
             raise RolloutError(f"SGLang refused {path} ({reply.status_code}): {reply.text[:300]}")
-        return reply.json() if "json" in reply.headers.get("content-type", "") else {"message": reply.text}
+        is_json = "json" in reply.headers.get("content-type", "")
+        # orjson: a rollout's answer is megabytes of logprobs, which json reads in twice the time (60 ms for 65,536 tokens)
+        return orjson.loads(reply.content) if is_json else {"message": reply.text}
 
     def log_tail(self, lines: int = 12) -> str:
         """The end of the server's log, for error messages; empty where this client does not know it."""

@@ -110,6 +110,7 @@ class MegatronTrainer:
             self.scheduler.step(increment=1)
             grad_norm = self._optimizer_step()
         self.steps_done += 1
+        self._hand_back()
         rate = self.optimizer.param_groups[0]["lr"]
         return means | {"grad_norm": grad_norm, "learning_rate": rate, "seconds": time.perf_counter() - start}
 
@@ -138,6 +139,7 @@ class MegatronTrainer:
             return LossOutput(logprobs.sum() * 0, part.loss_mask.sum())
 
         self._forward_backward(batch, keep, forward_only=True)
+        self._hand_back()
         return torch.cat(kept) if kept else None
 
     def gradients(self, batch: Batch, loss: Loss | None = None) -> dict[str, Tensor]:
@@ -276,6 +278,13 @@ class MegatronTrainer:
             from helpers.cpu.megatron_backend import require_mode
 
             require_mode()
+
+    def _hand_back(self) -> None:
+        """Give the driver what torch's allocator keeps for the next pass, where a server comes back to this card meanwhile."""
+        if self.settings.rollout.memory_saver:
+            import torch
+
+            torch.cuda.empty_cache()
 
     def _require_fresh_master_weights(self) -> None:
         stale = self.stale_master_weights()

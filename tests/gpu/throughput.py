@@ -273,8 +273,7 @@ class EngineProcess:
         raise RuntimeError(f"the Engine's process {problem}. Last lines of {self.log}:\n{tail}")
 
     def stop(self) -> None:
-        """The launcher ends the Engine and all its processes. (One named semaphore of 32 bytes stays: their shutdown kills
-        the resource tracker that would have removed it.)"""
+        """The launcher ends the Engine and all its processes. Seen on a CPU: a named semaphore of 32 bytes stays."""
         self.process.stdin.close()
         try:
             self.process.wait(30)
