@@ -66,7 +66,6 @@ NEVER_RUN = (
     "*.a",
     "*.js.map",
     "ray/jars/*",
-    "ray/dashboard/client/*",
     "*/libnccl_ep.so",
     "sgl_kernel/infllm_ops*",
     "sgl_kernel/flashmla_ops*",

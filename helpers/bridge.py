@@ -122,12 +122,27 @@ def make_provider(bridge, settings: Profile, load_weights: bool = True):
     provider.gradient_accumulation_fusion = False  # needs APEX
     provider.calculate_per_token_loss = True  # losses come as (sum, count): see records.LossOutput
     provider.register_pre_wrap_hook(correct_models)
+    if layout.freeze_experts:
+        provider.register_pre_wrap_hook(freeze_experts)
     if settings.device == "cpu":
         from helpers.cpu.megatron_backend import configure_provider
 
         configure_provider(provider, settings.model.dtype)
     provider.finalize()
     return provider
+
+
+def freeze_experts(chunks: list) -> list:
+    """No gradients for expert weights and biases; returns the chunks, as the provider's hooks do.
+
+    Before the model is wrapped: DDP reserves an fp32 gradient for each parameter that asks for one (78 GiB instead of 7 for
+    gpt-oss-20b).
+    """
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".experts." in name:
+                parameter.requires_grad_(False)
+    return chunks
 
 
 def load_megatron(folder: Path | str, settings: Profile, with_ddp: bool = True) -> MegatronModel:

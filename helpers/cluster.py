@@ -82,15 +82,29 @@ class RayHead:
 
         port, deadline = int(self.address.rsplit(":", 1)[1]), time.monotonic() + timeout
         while not _listens(port):
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                text = (self.folder / "head.log").read_text(errors="replace")[-1500:]
-                self.stop()
-                raise ClusterError(f"Ray did not start. Its last words:\n{text}")
+            self._check_alive(deadline)
             time.sleep(0.2)
-        ray.init(
-            address=self.address, log_to_driver=False, logging_level="error", _node_ip_address="127.0.0.1"
-        )
+        while not ray.is_initialized():
+            try:
+                ray.init(
+                    address=self.address,
+                    log_to_driver=False,
+                    logging_level="error",
+                    _node_ip_address="127.0.0.1",
+                )
+            except (
+                ConnectionError
+            ):  # Ray's store listens before its node is there, and stays when that never comes
+                self._check_alive(deadline)
         return self
+
+    def _check_alive(self, deadline: float) -> None:
+        """Raise ClusterError with Ray's own words when its start has ended or takes too long."""
+        if self.process.poll() is None and time.monotonic() < deadline:
+            return
+        text = (self.folder / "head.log").read_text(errors="replace")[-1500:]
+        self.stop()
+        raise ClusterError(f"Ray did not start. Its last words:\n{text}")
 
     def stop(self) -> None:
         """Disconnect, end all of Ray's processes and remove its folder; safe to call twice."""
@@ -155,7 +169,13 @@ class TrainerActor:
     def describe(self) -> dict:
         """Rank, pid, the device that this process was told, the card it got (UUID; "" on a CPU), and where its time went."""
         told = os.environ.get(DEVICE_VARIABLE, "nothing")
-        return {"rank": self.rank, "pid": os.getpid(), "device": told, "card": _card(), **self.trainer.seconds}
+        return {
+            "rank": self.rank,
+            "pid": os.getpid(),
+            "device": told,
+            "card": _card(),
+            **self.trainer.seconds,
+        }
 
     def update(self, batch: Batch) -> dict[str, float]:
         return self.trainer.update(batch)

@@ -87,7 +87,6 @@ class MegatronTrainer:
         start_ranks(settings, rank, store)
         self.model: MegatronModel = load_megatron(checkpoint, settings)
         self.seconds |= self.model.seconds
-        self._freeze()
         with quiet_libraries():
             self._build_optimizer()
         self._require_fresh_master_weights()
@@ -95,7 +94,10 @@ class MegatronTrainer:
 
     # --- what one step needs ------------------------------------------------------------------------------------------
     def update(
-        self, batch: Batch, loss: Loss | None = None, phase: Callable[[str], AbstractContextManager] = nullcontext
+        self,
+        batch: Batch,
+        loss: Loss | None = None,
+        phase: Callable[[str], AbstractContextManager] = nullcontext,
     ) -> dict[str, float]:
         """One optimizer step on the batch. Returns loss, grad_norm, learning_rate, entropy, seconds and the loss's metrics.
 
@@ -301,12 +303,6 @@ class MegatronTrainer:
                 owned = optimizer._get_model_param_range_map(parameter)["param"]
                 return slice(owned.start, owned.end)
         return slice(0, 0)
-
-    def _freeze(self) -> None:
-        if self.settings.trainer.freeze_experts:
-            for name, parameter in self.model.module.named_parameters():
-                if ".experts." in name:
-                    parameter.requires_grad_(False)
 
     def _build_optimizer(self) -> None:
         """Megatron's Adam (decoupled weight decay) and its scheduler: linear warm-up, then constant or cosine."""
