@@ -20,6 +20,7 @@ import sys
 import time
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+SHARED = "/dev/shm"
 _GRACE = 12.0  # seconds between asking and ending
 
 
@@ -44,19 +45,25 @@ def _descendants(root: int) -> list[int]:
 
 
 def _mapped(pids: list[int]) -> set[str]:
-    """Files in /dev/shm that these processes map."""
+    """Files directly in /dev/shm that these processes map. Not those in folders: shm_open makes none."""
     found = set()
     for pid in pids:
         try:
             lines = open(f"/proc/{pid}/maps").read().splitlines()
         except OSError:
             continue
-        found |= {line.split(None, 5)[5] for line in lines if "/dev/shm/" in line}
+        paths = {line.split(None, 5)[5] for line in lines if "/dev/shm/" in line}
+        found |= {path for path in paths if os.path.dirname(path) == SHARED}
     return found
 
 
 def _remove_shared_files(ours: set[str]) -> None:
-    """Unlink what our processes left in shared memory (semaphores, SGLang's load files) and nobody else maps."""
+    """Unlink what our processes left in shared memory (semaphores, SGLang's load files) and nobody else maps.
+
+    Mapping a file is no sign of having made it: a checkpoint that somebody keeps in /dev/shm is mapped too. So what lay there
+    when we started stays, and so does anything in a folder or with the name of weights.
+    """
+    ours = {path for path in ours if not path.endswith(".safetensors")}
     others = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()] if ours else []
     for path in ours - _mapped(others):
         try:
@@ -74,8 +81,11 @@ def _reap() -> None:
         pass
 
 
-def _end(process: subprocess.Popen, shared: set[str]) -> None:
-    """Ask the main process to end (SGLang then ends its own children), and end whatever is left after the grace."""
+def _end(process: subprocess.Popen, shared: set[str], there: set[str]) -> None:
+    """Ask the main process to end (SGLang then ends its own children), and end whatever is left after the grace.
+
+    shared: what our processes mapped in shared memory; there: what lay there before we started.
+    """
     shared |= _mapped(_descendants(os.getpid()))
     process.poll()
     if process.returncode is None:
@@ -93,7 +103,7 @@ def _end(process: subprocess.Popen, shared: set[str]) -> None:
     while _descendants(os.getpid()):
         _reap()
         time.sleep(0.02)
-    _remove_shared_files(shared)
+    _remove_shared_files(shared - there)
 
 
 def _signal(pid: int, number: int) -> None:
@@ -114,6 +124,7 @@ def main(command: list[str]) -> int:
     def in_child() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
+    there = {os.path.join(SHARED, name) for name in os.listdir(SHARED)} if os.path.isdir(SHARED) else set()
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=in_child)
     shared, start, seen = (
         set(),
@@ -130,7 +141,7 @@ def main(command: list[str]) -> int:
         ):  # often while it starts, seldom later: reading maps costs time
             shared, seen = shared | _mapped(_descendants(os.getpid())), now
     died = process.returncode
-    _end(process, shared)
+    _end(process, shared, there)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
     return died if died is not None else 0

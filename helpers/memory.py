@@ -407,6 +407,7 @@ class MemoryTimeline:
         self.roots, self.interval = list(roots), interval
         self.measures = {"host": pss_by_role} | ({"GPU": gpu_by_role} if gpu else {})
         self.rows: list[tuple[float, str, str, str, int]] = []  # seconds, phase, kind, role, bytes
+        self.ends: dict[tuple[str, str], dict[str, int]] = {}  # (phase, kind) -> role -> bytes when it was over
         self.torch: dict[str, dict[str, int]] = {}  # phase -> peak "allocated" and "reserved" of this process on its GPU
         self.static: dict[str, dict[str, int]] = {}  # phase -> what `count` said at its end
         self.count: Callable[[], dict[str, int]] = dict  # for instance partial(device_bytes, trainer), once there is one
@@ -430,7 +431,8 @@ class MemoryTimeline:
         try:
             yield
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
-            self.sample()  # a phase shorter than the interval is still seen
+            for kind, roles in self.sample().items():  # a phase shorter than the interval is still seen
+                self.ends[name, kind] = roles
             self._keep_counts(name)
         finally:
             self._phase = before
@@ -451,6 +453,8 @@ class MemoryTimeline:
             self.torch[name] = {
                 "allocated": torch.cuda.max_memory_allocated(),
                 "reserved": torch.cuda.max_memory_reserved(),
+                "allocated at the end": torch.cuda.memory_allocated(),
+                "reserved at the end": torch.cuda.memory_reserved(),
             }
 
     def _has_torch(self) -> bool:
@@ -458,10 +462,13 @@ class MemoryTimeline:
         torch = sys.modules.get("torch")
         return "GPU" in self.measures and torch is not None and torch.cuda.is_initialized()
 
-    def sample(self) -> None:
+    def sample(self) -> dict[str, dict[str, int]]:
+        """Measure now; returns kind -> role -> bytes."""
         now, phase = time.monotonic() - self._start, self._phase
-        for kind, measure in self.measures.items():
-            self.rows += [(now, phase, kind, role, size) for role, size in measure(self.roots).items()]
+        found = {kind: measure(self.roots) for kind, measure in self.measures.items()}
+        for kind, roles in found.items():
+            self.rows += [(now, phase, kind, role, size) for role, size in roles.items()]
+        return found
 
     def _run(self) -> None:
         while not self._stop.wait(self.interval):
@@ -478,22 +485,28 @@ class MemoryTimeline:
         return peaks
 
 
+MOVES = ("server start", "load", "release", "resume", "offload", "load back")
+
+
 def measured_phases(
     timeline: MemoryTimeline, usage: Mapping[str, float], released: Sequence[str] = ()
 ) -> dict[str, dict[str, int]]:
     """Phase -> item -> bytes on the card, beside predicted_phases: what NVML saw of the two processes, taken apart.
 
     The trainer is this process: its static items, what else was allocated at the peak ("working memory"), what torch kept in
-    reserve, and the rest of what NVML sees (the CUDA context). usage: the server's own figures in GiB (memory_usage of
+    reserve, and the rest of what NVML sees (the CUDA context). Of a phase in MOVES the state at its end is given, of the others
+    the peak: while something moves, the peak is what was there before. usage: the server's own figures in GiB (memory_usage of
     /server_info: weight, kvcache); they count except in the phases `released`. Nothing here is taken from a prediction.
     """
     phases, gib = {}, 1 << 30
     for phase, roles in timeline.peak_by_phase("GPU").items():
-        items, counts = {}, timeline.torch.get(phase, {"allocated": 0, "reserved": 0})
-        items |= timeline.static.get(phase, {})
-        items["working memory"] = max(counts["allocated"] - sum(items.values()), 0)
-        items["allocator's reserve"] = counts["reserved"] - counts["allocated"]
-        items["CUDA contexts"] = max(roles.get("notebook kernel", 0) - counts["reserved"], 0)
+        moved, suffix = phase in MOVES, " at the end" if phase in MOVES else ""
+        roles = timeline.ends.get((phase, "GPU"), roles) if moved else roles
+        items, counts = dict(timeline.static.get(phase, {})), timeline.torch.get(phase, {})
+        allocated, reserved = (counts.get(name + suffix, 0) for name in ("allocated", "reserved"))
+        items["working memory"] = max(allocated - sum(items.values()), 0)
+        items["allocator's reserve"] = reserved - allocated
+        items["CUDA contexts"] = max(roles.get("notebook kernel", 0) - reserved, 0)
         served = sum(size for role, size in roles.items() if "SGLang" in role)
         resident = {} if phase in released or not served else {
             "server weights": round(usage["weight"] * gib), "server KV cache": round(usage["kvcache"] * gib),

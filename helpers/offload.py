@@ -152,6 +152,8 @@ class TrainerMemory:
     def load_back(self, parts: Sequence[str] = PARTS) -> list[Move]:
         """Bring the parts back to the device, with the values that they had; gradients as zeros."""
         self._check(parts)
+        if any(self.where[p] is not Where.DEVICE and p not in self._away for p in parts):
+            raise OffloadError("this trainer was closed: its weights are gone; make a new one")
         return [self._bring_back(p) for p in parts if self.where[p] is not Where.DEVICE]
 
     def require(self, *parts: str, call: str) -> None:
@@ -161,6 +163,18 @@ class TrainerMemory:
             raise OffloadError(
                 f"{call} needs {', '.join(away)} on the device: call trainer.memory.load_back() first"
             )
+
+    def discard(self) -> None:
+        """Empty all storages and forget what was in them: the end of this trainer."""
+        for part, found in parts_of(self.model, self.optimizer).items():
+            self.where[part] = Where.DROPPED
+            for storage in found:
+                if storage.resizable():
+                    storage.resize_(0)
+            self._away.pop(part, None)
+            if part in self._blocks:
+                self._blocks.pop(part).close()
+        self._give_back()
 
     def close(self) -> None:
         """Bring everything back and unpin the host memory."""

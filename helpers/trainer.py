@@ -140,7 +140,8 @@ class MegatronTrainer:
             kept.append((logprobs * part.loss_mask).detach().cpu())
             return LossOutput(logprobs.sum() * 0, part.loss_mask.sum())
 
-        self._forward_backward(batch, keep, forward_only=True)
+        with torch.no_grad():  # forward_only alone keeps the graph: Megatron's schedule leaves this to its caller
+            self._forward_backward(batch, keep, forward_only=True)
         self._hand_back()
         return torch.cat(kept) if kept else None
 
@@ -271,6 +272,13 @@ class MegatronTrainer:
         self.steps_done = state["steps_done"]
         self._require_fresh_master_weights()
         return self.steps_done
+
+    def close(self) -> None:
+        """Give the device's memory back for good; the trainer cannot be used afterwards.
+
+        Megatron's global state keeps references to a model, so that dropping the trainer frees nothing.
+        """
+        self.memory.discard()
 
     # --- inside -------------------------------------------------------------------------------------------------------
     def _require(self, call: str, *parts: str) -> None:

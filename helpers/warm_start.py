@@ -76,4 +76,6 @@ def warm_checkpoint(settings: Profile) -> Path:
     tokenizer, pad = tokenizer_and_pad(start)
     trainer = MegatronTrainer(warm_start_settings(settings), start)
     supervised_steps(trainer, tokenizer, pad)
-    return trainer.export_checkpoint(folder)
+    made = trainer.export_checkpoint(folder)
+    trainer.close()  # the caller's own trainer comes next, in this process
+    return made

@@ -10,9 +10,10 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(autouse=True)
-def at_home(trainer):
+def at_home(trainer, checkpoint):
     yield
     trainer.memory.load_back()
+    trainer.load_weights(checkpoint)
 
 
 @pytest.fixture

@@ -84,3 +84,39 @@ def test_the_commands_exit_code_is_passed_on():
     )
     assert process.wait(30) == 7
     process.stdin.close()
+
+
+MAPS = """
+import mmap, sys, time
+kept = []
+for file in sys.argv[1:]:
+    with open(file, "r+b") as f:
+        kept.append(mmap.mmap(f.fileno(), 4096))
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def test_files_that_the_command_only_reads_stay(tmp_path):
+    """A checkpoint kept in /dev/shm is mapped by the server: the launcher once took it for the server's own and deleted it."""
+    stem = Path(f"/dev/shm/grpo-test-{os.getpid()}")
+    nested, before = stem / "model.safetensors", Path(f"{stem}-before")
+    weights, fresh = Path(f"{stem}.safetensors"), Path(f"{stem}-fresh")
+    stem.mkdir()
+    try:
+        for file in (nested, before):
+            file.write_bytes(bytes(4096))
+        create = f"import pathlib; [pathlib.Path(p).write_bytes(bytes(4096)) for p in {[str(weights), str(fresh)]}]\n"
+        files = [str(f) for f in (nested, before, weights, fresh)]
+        command = [sys.executable, str(LAUNCHER), sys.executable, "-c", create + MAPS, *files]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert process.stdout.readline() == "up\n"
+        process.stdin.close()
+        process.wait(30)
+        assert [f.exists() for f in (nested, before, weights, fresh)] == [True, True, True, False]
+    finally:
+        for file in (nested, before, weights, fresh):
+            file.unlink(missing_ok=True)
+        stem.rmdir()

@@ -167,7 +167,9 @@ def test_what_nvml_saw_is_taken_apart_without_a_remainder():
     ]  # fmt: skip
     counts = {"allocated": 7 * gib, "reserved": 9 * gib}
     static = {"trainer weights": 4 * gib, "trainer gradients": gib, "trainer optimizer": 0}
-    timeline = timeline_of(rows, dict.fromkeys(("rollout", "release"), counts), dict.fromkeys(("rollout", "release"), static))
+    both = ("rollout", "release")
+    counts |= {"allocated at the end": 7 * gib, "reserved at the end": 9 * gib}
+    timeline = timeline_of(rows, dict.fromkeys(both, counts), dict.fromkeys(both, static))
     found = memory.measured_phases(timeline, {"weight": 5.0, "kvcache": 3.0}, released=["release"])
     assert {item: size / gib for item, size in found["rollout"].items()} == {
         "trainer weights": 4, "trainer gradients": 1, "working memory": 2, "allocator's reserve": 2, "CUDA contexts": 1,
@@ -175,6 +177,16 @@ def test_what_nvml_saw_is_taken_apart_without_a_remainder():
     }  # fmt: skip
     assert sum(found["rollout"].values()) == 19 * gib and sum(found["release"].values()) == 12 * gib
     assert found["release"]["server: graphs, workspaces, context"] == 2 * gib
+
+
+def test_of_a_move_the_end_counts_and_of_work_the_peak():
+    counts = {"allocated": 50, "reserved": 60, "allocated at the end": 5, "reserved at the end": 6}
+    rows = [(0.0, phase, "GPU", "notebook kernel", 70) for phase in ("offload", "sync")]
+    timeline = timeline_of(rows, dict.fromkeys(("offload", "sync"), counts), {})
+    timeline.ends = {(phase, "GPU"): {"notebook kernel": 8} for phase in ("offload", "sync")}
+    found = memory.measured_phases(timeline, {"weight": 0.0, "kvcache": 0.0})
+    assert found["offload"] == {"working memory": 5, "allocator's reserve": 1, "CUDA contexts": 2}
+    assert found["sync"] == {"working memory": 50, "allocator's reserve": 10, "CUDA contexts": 10}
 
 
 def test_a_server_that_did_not_release_shows_as_unexplained():

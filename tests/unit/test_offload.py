@@ -157,6 +157,15 @@ def test_a_storage_that_numpy_holds_is_refused_and_nothing_moves(trainer):
     assert all(torch.equal(a, b) for a, b in zip(before, values(trainer), strict=True))
 
 
+def test_a_closed_trainer_holds_nothing_and_says_so(trainer):
+    trainer.memory.offload(["optimizer"])
+    trainer.memory.discard()
+    assert all(p.untyped_storage().nbytes() == 0 for p in (*trainer.chunk.parameters(), *trainer.masters))
+    for call in (trainer.memory.load_back, lambda: trainer.memory.require("weights", call="update")):
+        with pytest.raises(OffloadError, match="closed|given up"):
+            call()
+
+
 def test_places_in_a_block_are_aligned_and_apart():
     block = HostBlock([3, 512, 1], pin=False)
     block.place(0).fill_(1), block.place(1).fill_(2), block.place(2).fill_(3)
