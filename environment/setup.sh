@@ -61,7 +61,7 @@ check_machine() {
         fail "the C library is '$libc'; the locked packages need glibc 2.34 or newer." \
             "an old distribution (before Ubuntu 22.04, Debian 12 or RHEL 9), or musl (Alpine)." \
             "use a newer distribution, or environment/Dockerfile"
-    [ "$PROFILE" = cpu ] || nvidia-smi -L >/dev/null 2>&1 ||
+    [ "$PROFILE" = cpu ] || [ -n "${set_up_only:-}" ] || nvidia-smi -L >/dev/null 2>&1 ||
         fail "profile $PROFILE needs an NVIDIA GPU and nvidia-smi finds none on this machine." \
             "a machine without a GPU, or without its driver." \
             "run the same notebooks on the CPU: bash environment/run.sh --profile cpu"

@@ -99,13 +99,14 @@ def paired_stacks(
 ) -> Figure:
     """Two stacked bars for each key of `left`: predicted (hatched) and measured. Values are divided by `scale`.
 
-    An item has one colour in both bars, in the order in which it first appears. Keys of `right` beyond those of `left` are
-    left out.
+    An item has one colour in both bars: shades of blue for the trainer's, of orange for the server's, of grey for the rest.
+    Keys of `right` beyond those of `left` are left out.
     """
     import matplotlib.pyplot as plt
 
     items = list(dict.fromkeys(i for part in (left, right) for stack in part.values() for i in stack))
-    palette = [plt.get_cmap("cividis")(i / max(len(items) - 1, 1)) for i in range(len(items))]
+    items.sort(key=_family)
+    palette = _shades(items)
     fig, ax = plt.subplots(figsize=(10, 4.6))
     for place, key in enumerate(left):
         for shift, stack, hatch in ((-0.21, left[key], "///"), (0.21, right.get(key, {}), "")):
@@ -115,10 +116,30 @@ def paired_stacks(
                 ax.bar(place + shift, height, 0.4, bottom, color=colour, hatch=hatch, edgecolor="w", linewidth=0.4)
                 bottom += height
     ax.set_xticks(range(len(left)), list(left), rotation=25, ha="right")
-    ax.set_ylabel(f"{ylabel}, left predicted, right measured")
+    ax.set_ylabel(ylabel)
+    ax.set_title("left, hatched: predicted; right: measured", fontsize=10, loc="left")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in palette]
     fig.legend(handles, items, loc="outside right upper", fontsize=8)
     return fig
+
+
+_FAMILIES = (("trainer", "Blues"), ("server", "Oranges"), ("", "Greys"))  # of an item: how it begins -> colour map
+
+
+def _family(item: str) -> int:
+    return next(i for i, (start, _) in enumerate(_FAMILIES) if item.startswith(start))
+
+
+def _shades(items: Sequence[str]) -> list:
+    """A colour for each item, from dark to light within its family."""
+    import matplotlib.pyplot as plt
+
+    colours = []
+    for item in items:
+        family = [other for other in items if _family(other) == _family(item)]
+        shade = 0.85 - 0.6 * family.index(item) / max(len(family) - 1, 1)
+        colours.append(plt.get_cmap(_FAMILIES[_family(item)][1])(shade))
+    return colours
 
 
 def _save(

@@ -1,20 +1,23 @@
 """Keep a finished run in the repository: executed notebooks, figures, CSV and metrics under notebooks/recorded/<profile>.
 
-    python -m helpers.recorded --profile cpu     # also brings the README's tables up to date
+    python -m helpers.recorded --profile cpu                    # also brings the README's tables up to date
+    python -m helpers.recorded --profile gpu-20b --runs FOLDER --only 00 07   # a run that was brought here from a GPU host
 
-Refuses a run that is incomplete, failed, mixed from several commits, or made with uncommitted changes: a recorded figure
-must name the code that made it.
+Refuses a run that is incomplete (without --only), failed, mixed from several commits, or made with uncommitted changes: a
+recorded figure must name the code that made it.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from helpers.profiles import PROJECT_ROOT, load_profile
+from helpers.profiles import PROFILES, PROJECT_ROOT, load_profile
 from helpers.results import METRICS, read_metrics
 
 SIZE_LIMIT = 1_500_000  # bytes of one executed notebook
@@ -25,9 +28,13 @@ class RecordError(ValueError):
     """The run cannot be recorded; the message says why."""
 
 
-def record_run(runs: Path, target: Path) -> list[Path]:
-    """Copy every notebook's results from `runs` to `target`; returns the executed notebooks written. Raises RecordError."""
+def record_run(runs: Path, target: Path, only: Sequence[str] = ()) -> list[Path]:
+    """Copy every notebook's results from `runs` to `target`; returns the executed notebooks written. Raises RecordError.
+
+    only: numbers ("00") of the notebooks that were run, where a profile does not run them all.
+    """
     names = sorted(p.stem for p in (PROJECT_ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+    names = [name for name in names if not only or name[:2] in only]
     records = {name: read_metrics(runs / name / "metrics.json") for name in names}
     commits = {r["commit"] for r in records.values()}
     if len(commits) != 1 or any("dirty" in commit or commit == "unknown" for commit in commits):
@@ -76,8 +83,9 @@ def recorded_label(profile: str, notebook: str, root: Path | None = None) -> str
     hardware, packages = record["hardware"], record["versions"]
     names = ("torch", "sglang", "megatron-core", "transformer-engine")
     stack = ", ".join(f"{name} {packages[name]}" for name in names if name in packages)
-    cards = hardware["gpus"]
-    card = f"{len(cards)} {cards[0]} (driver {hardware['driver']})" if cards else f"{hardware['cores']} CPU cores"
+    cards, used = hardware["gpus"], load_profile(profile).trainer.ranks
+    others = f" of {len(cards)} in the machine" if len(cards) > used else ""
+    card = f"{used} {cards[0]}{others} (driver {hardware['driver']})" if cards else f"{hardware['cores']} CPU cores"
     return f"RECORDED, not run here: profile {profile}, {card}, {stack}, {record.get('date', 'date unknown')}, commit {record['commit'][:7]}"
 
 
@@ -95,6 +103,21 @@ def show_recorded(profile: str, notebook: str, name: str) -> None:
         display(Image(filename=str(picture)), metadata={"image/png": {"alt": f"{name}: {label}"}})
     else:
         print(table.read_text())
+
+
+def recorded_rows(name: str) -> list[dict[str, str]]:
+    """Rows of tests/gpu/recorded/<name>; prints first where, when and by which command they were measured."""
+    folder = PROJECT_ROOT / "tests" / "gpu" / "recorded"
+    about = json.loads((folder / "about.json").read_text())
+    facts = about[name] if "same as" not in about[name] else about[about[name]["same as"]]
+    cards, versions = facts["hardware"]["gpus"], facts["versions"]
+    print(
+        f"RECORDED, not run here: 1 {cards[0]} (driver {facts['hardware']['driver']}), torch {versions['torch']}, sglang "
+        f"{versions['sglang']}, megatron-core {versions['megatron-core']}, {facts['date']}, commit {facts['commit'][:7]}\n"
+        f"  {facts['command']}\n  {facts['note']}"
+    )
+    with (folder / name).open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 QUESTIONS = {  # what each page answers, for the README's table
@@ -123,12 +146,16 @@ def notebook_table(recorded: Path) -> str:
     return "\n".join(rows)
 
 
-def figures_table(recorded: Path) -> str:
-    """The README's table of key figures: metric, value, unit, meaning, from the recorded metrics.json files."""
+def figures_table(recorded: Path, chosen: Mapping[str, Sequence[str]] | None = None) -> str:
+    """The README's table of key figures: metric, value, unit, meaning, from the recorded metrics.json files.
+
+    chosen: notebook -> metrics; KEY_METRICS unless given.
+    """
+    chosen = KEY_METRICS if chosen is None else chosen
     rows = ["| notebook | metric | value | unit | what it is |", "|---|---|---|---|---|"]
     for folder in sorted(p for p in recorded.iterdir() if p.is_dir()):
         record = read_metrics(folder / "metrics.json")
-        for name in KEY_METRICS.get(folder.name, ()):
+        for name in chosen.get(folder.name, ()):
             metric = METRICS[name]
             rows.append(
                 f"| {folder.name[:2]} | `{name}` | {record['metrics'][name]:.4g} | {metric.unit} | {metric.meaning.replace('|', chr(92) + '|')} |"
@@ -151,9 +178,35 @@ KEY_METRICS = {
 }  # fmt: skip
 
 
+def gpu_tables(root: Path) -> str:
+    """For each GPU profile with a record in `root`: its label and the key figures of its notebooks."""
+    parts = []
+    for profile in (p for p in PROFILES if load_profile(p).device == "cuda" and (root / p).is_dir()):
+        folders = sorted(p for p in (root / profile).iterdir() if p.is_dir())
+        parts += [f"**{recorded_label(profile, folders[-1].name, root)}**", "", figures_table(root / profile, GPU_METRICS), ""]
+    return "\n".join(parts).rstrip() or "No GPU run is recorded."
+
+
+GPU_METRICS = {
+    "02_bridge": ("export_unequal", "warm_start_loss"),
+    "03_rollout": ("sync_kinds_checked", "rollout_tokens_per_second"),
+    "06_train": (
+        "heldout_before", "heldout_after", "reward_first10", "reward_last10", "completion_length_first10",
+        "completion_length_last10", "logprob_gap_mean", "logprob_gap_max", "sync_seconds_max", "step_seconds_median",
+        "rollout_seconds_median", "update_seconds_median", "rollout_tokens_per_second", "resume_max_abs_logprob",
+    ),
+    "07_memory": ("ledger_max_error", "peak_gpu_gib"),
+}  # fmt: skip
+
+
 def fill_readme(text: str, recorded: Path) -> str:
-    """README text with the parts between its markers made anew from the recorded run."""
-    for name, table in (("notebooks", notebook_table(recorded)), ("figures", figures_table(recorded))):
+    """README text with the parts between its markers made anew from the recorded runs; recorded: that of profile cpu."""
+    tables = {
+        "notebooks": notebook_table(recorded),
+        "figures": figures_table(recorded),
+        "GPU figures": gpu_tables(recorded.parent),
+    }
+    for name, table in tables.items():
         start, end = f"<!-- {name}: made by helpers.recorded -->", f"<!-- end of {name} -->"
         if start not in text or end not in text:
             raise RecordError(f"README.md has lost its markers for the table of {name}")
@@ -166,13 +219,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--profile", default="cpu")
-    settings = load_profile(parser.parse_args().profile)
+    parser.add_argument("--profile", default="cpu", choices=PROFILES)
+    parser.add_argument("--runs", type=Path, help="folder of the run, where it is not this machine's own")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NN", help="the notebooks that were run")
+    options = parser.parse_args()
+    settings = load_profile(options.profile)
     try:
-        target = PROJECT_ROOT / "notebooks" / "recorded" / settings.name
-        written = record_run(settings.runs, target)
+        root = PROJECT_ROOT / "notebooks" / "recorded"
+        written = record_run(options.runs or settings.runs, root / settings.name, options.only)
         readme = PROJECT_ROOT / "README.md"
-        readme.write_text(fill_readme(readme.read_text(), target))
+        readme.write_text(fill_readme(readme.read_text(), root / "cpu"))
     except ValueError as error:
         print(f"not recorded: {error}", file=sys.stderr)
         return 1

@@ -123,7 +123,7 @@ if on_gpu:
     for phase, items in card.items():
         print(f"{phase:17s} {sum(items.values()) / 1e9:6.1f} GB predicted")
 else:
-    print("no GPU in this profile; section 4 shows a recorded one")
+    print("no GPU in this profile; section 4 shows a recorded run")
 
 # %%
 from helpers.rollout import open_server
@@ -364,7 +364,124 @@ else:
     show_recorded("gpu-20b", "07_memory", "table")
 
 # %% [markdown]
-# ## 5 · The peak that you can cure: activations
+# Read the recorded picture of gpt-oss-20b's shape (random weights, experts
+# frozen) from left to right. Orange and blue take turns: the server leaves
+# before the update, the trainer can leave before the next rollout. All coloured
+# parts agree with their prediction within 1%; the grey ones are where a
+# formula ends and an implementation begins.
+#
+# Two gaps taught something. `logprobs` held 30 GB more than predicted:
+# Megatron's `forward_only` does not switch autograd off, so the pass kept a
+# graph that nobody used. The ledger found it, the code now says
+# `torch.no_grad()`, and the recorded run is from before that. The light grey
+# of `offload` is no gap: that bar is the phase's peak, before anything had
+# left.
+
+# %% [markdown]
+# ## 5 · What SGLang keeps when it is told to let go
+#
+# The pull request that this course grew out of (verl 4394) shows a memory curve
+# of gpt-oss and calls SGLang's share unusual. Here is the reason.
+#
+# gpt-oss alternates sliding and full attention. SGLang therefore builds a
+# *hybrid* pool of two KV caches, and in that class it switches the memory
+# saver off for both (`mem_cache/swa_memory_pool.py`). So
+# `release_memory_occupation` answers "success" and keeps the cache. Public
+# threads: sglang 22807, 24661, 32213; miles 860.
+#
+# **Predict:** of 75 GB, nearly all of it KV cache, how much is left after a
+# stock server released everything?
+
+# %%
+from helpers.recorded import recorded_rows
+
+stages = recorded_rows("footprint.csv")
+for way in dict.fromkeys(row["way"] for row in stages):
+    print(f"{way:7s}", "  ".join(
+        f"{row['stage'].replace('released ', '-')} "
+        f"{float(row['gigabytes']):.1f}"
+        for row in stages if row["way"] == way and row["gigabytes"]))
+
+# %%
+shown = ("started", "released kv_cache", "released weights",
+         "released cuda_graph")
+fig, ax = plt.subplots(figsize=(7.5, 3.4))
+for way in dict.fromkeys(row["way"] for row in stages):
+    held = {row["stage"]: row["gigabytes"] for row in stages
+            if row["way"] == way}
+    if all(held.get(stage) for stage in shown):
+        ax.plot(shown, [float(held[s]) for s in shown], label=way, alpha=0.8)
+ax.set_ylabel("GB on the card (recorded)")
+ax.set_ylim(0)
+ax.legend(title="rollout.kv_saver")
+show_figure(fig, run=run, name="footprint", data={
+    "way": [r["way"] for r in stages], "stage": [r["stage"] for r in stages],
+    "gigabytes": [r["gigabytes"] for r in stages]}, alt=(
+    "GB that SGLang holds after releasing cache, weights and graphs in turn: "
+    "the stock server stays at 67 of 76 GB, all others fall below 2 GB."))
+
+# %% [markdown]
+# *stock* gives back its 9 GB of weights and nothing else. *plain* switches the
+# hybrid pool off: it works, and every sliding layer then pays for the full
+# length. *hook* (`helpers/sglang_saver.py`, the course's setting) puts the flag
+# back and changes nothing else: what remains, 1.9 GB, is CUDA context,
+# workspaces and graphs. *graphs* puts those under the saver too, for another
+# 0.05 GB: not worth a switch.
+#
+# After the resume the weights are empty until they are loaded or synced again.
+# Then the logprobs are the old ones, bit by bit, also for prompts past the
+# window. Twenty cycles in a row change nothing:
+
+# %%
+cycles = recorded_rows("footprint_cycles.csv")
+for name in ("released_gigabytes", "resumed_gigabytes", "logprob_gap"):
+    values = [float(row[name]) for row in cycles]
+    print(f"{name:19s} {len(values)} cycles, from {min(values):.3f} "
+          f"to {max(values):.3f}")
+stuck = 0.3 * 80 - 2 * parameter_count(load_profile("gpu-20b")) / 8 / 1e9
+print(f"origin (sglang 0.5.5, fraction 0.3 of 80 GB, TP8): {stuck:.0f} GB "
+      "of cache a GPU that no release gives back (arithmetic)")
+
+# %% [markdown]
+# ## 6 · Must offloaded weights be loaded back before they are sent?
+#
+# The same pull request leaves a question open: when the trainer's weights lie
+# in host memory, can they be exported from there? Megatron-Bridge alone cannot:
+# it reads the emptied storage. `helpers/offload.py` hands it each weight just
+# before its turn, through pinned memory.
+#
+# **Predict:** the link from host to device moves 55 GB/s here. Which is
+# faster: everything back, send, everything away again, or streaming?
+
+# %%
+ways = recorded_rows("sync_ways.csv")
+print(f"{'way':12s} {'move':>6s} {'export':>7s} {'transfer':>9s} "
+      f"{'load':>6s} {'total s':>8s} {'GPU peak':>9s}")
+for way in dict.fromkeys(row["way"] for row in ways):
+    best = min((row for row in ways if row["way"] == way),
+               key=lambda row: float(row["total_seconds"]))
+    move, export, transfer, load, total, peak = (float(best[k]) for k in (
+        "move_seconds", "export_seconds", "transfer_seconds", "load_seconds",
+        "total_seconds", "card_extra_gb"))
+    print(f"{way:12s} {move:6.2f} {export:7.2f} {transfer:9.2f} {load:6.2f} "
+          f"{total:8.2f} {peak:6.1f} GB")
+
+# %% [markdown]
+# *ipc* is the ordinary sync, with the trainer on the device. *offloaded* streams
+# from the host; *loaded back* is what it replaces (in this run with gradients
+# and optimizer, which a careful loop would leave away). Streaming is faster and
+# needs a few GB instead of a whole trainer. It does not reach the link's own
+# limit: 8.9 GB would take 0.16 s, and gathering alone does take that; export
+# and the server's loading come on top, one after the other. For the whole
+# 20b shape the recorded ledger above measured 1.4 s from the device and 2.4 s
+# from the host, for 41.8 GB (the link alone: 0.76 s).
+#
+# *group* goes through gloo and host memory, since NCCL refuses two ranks on
+# one card; between two cards it is the usual way. *disk* writes and reads a
+# checkpoint.
+
+# %% [markdown]
+# ## 7 · The peak that you can cure: activations
 #
 # Between forward and backward autograd keeps what the backward pass needs.
 # That grows with the tokens of one micro-batch, not with the model, and for
@@ -468,7 +585,7 @@ for name, size in one.items():
 # fp32 copy of four answers of 1,024 tokens, against 2 MB here.
 
 # %% [markdown]
-# ## 6 · The same ledger at 20 billion parameters
+# ## 8 · The same ledger at 20 billion parameters
 #
 # The formulas do not care about size. This is prediction, not measurement: no
 # GPU took part.
@@ -494,8 +611,8 @@ for label, choice in (("experts frozen", big), ("all trained", full)):
 #    the prediction down first; a ledger that is off shows a bug.
 # 2. Activations grow with the tokens of a micro-batch. Smaller micro-batches
 #    cure that peak and leave the gradient as it is.
-# 3. Processes cost memory of their own. On a small machine the libraries are
-#    the largest item.
+# 3. "Released" is a claim: measure it. SGLang kept 67 of 76 GB of gpt-oss and
+#    said success.
 
 # %%
 server.stop()

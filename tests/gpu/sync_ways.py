@@ -75,14 +75,14 @@ def one_sync(way: str, trainer, server, folder: Path, group) -> tuple:
     if way in ("offloaded", "loaded back"):
         trainer.memory.offload()
     if way == "loaded back":
-        moving = timed(trainer.memory.load_back)
+        moving = timed(lambda: trainer.memory.load_back(["weights"]))
     report = (
         sync_through_disk(trainer, server, folder, way)
         if way == "disk"
         else sync_weights(trainer, server, way, group=group if way == "group" else None)
     )
     if way == "loaded back":
-        moving += timed(trainer.memory.offload)
+        moving += timed(lambda: trainer.memory.offload(["weights"]))
     return report, moving
 
 

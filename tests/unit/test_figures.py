@@ -124,4 +124,4 @@ def test_paired_stacks_keep_one_colour_an_item_and_their_heights():
         tops[centre] = max(tops.get(centre, 0), bar.get_y() + bar.get_height())
     assert tops == {-0.21: 3.0, 0.21: 3.0, 0.79: 2.0, 1.21: 0.0}
     assert [t.get_text() for t in ax.get_xticklabels()] == ["load", "step"]
-    assert "left predicted, right measured" in ax.get_ylabel()
+    assert "left, hatched: predicted; right: measured" in ax.get_title(loc="left")

@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 from helpers.profiles import PROJECT_ROOT
-from helpers.recorded import RecordError, fill_readme, record_run
+from helpers.recorded import RecordError, fill_readme, record_run, recorded_label, recorded_rows
+from helpers.results import check_expectations
 
 RECORDED = PROJECT_ROOT / "notebooks" / "recorded" / "cpu"
 README = PROJECT_ROOT / "README.md"
@@ -60,7 +61,7 @@ def test_lost_markers_are_named():
 
 
 def test_a_recorded_run_is_never_shown_without_its_label(capsys):
-    from helpers.recorded import recorded_label, show_recorded
+    from helpers.recorded import show_recorded
 
     label = recorded_label("cpu", "07_memory")
     assert label.startswith("RECORDED, not run here: profile cpu, 2 CPU cores, torch 2.")
@@ -70,7 +71,7 @@ def test_a_recorded_run_is_never_shown_without_its_label(capsys):
 
 
 def test_a_missing_record_says_so(capsys):
-    from helpers.recorded import recorded_label, show_recorded
+    from helpers.recorded import show_recorded
 
     assert recorded_label("cluster", "07_memory") == ""
     show_recorded("cluster", "07_memory", "card")
@@ -79,3 +80,28 @@ def test_a_missing_record_says_so(capsys):
         "no recorded run of profile cluster, notebook 07_memory, with card",
         "no recorded run of profile cpu, notebook 07_memory, with no_such_figure",
     ]
+
+
+@pytest.mark.parametrize("profile", ["gpu", "gpu-20b"])
+def test_a_recorded_gpu_run_shows_what_it_must(profile):
+    root = PROJECT_ROOT / "notebooks"
+    problems = check_expectations(root / "recorded" / profile, root / "expectations" / f"{profile}.toml")
+    assert problems == []
+    assert "NVIDIA" in recorded_label(profile, "07_memory")
+
+
+@pytest.mark.parametrize("name", ["footprint.csv", "footprint_cycles.csv", "sync_ways.csv", "sync_stages.csv"])
+def test_every_recorded_bench_says_where_it_ran(name, capsys):
+    rows = recorded_rows(name)
+    label = capsys.readouterr().out
+    assert rows and label.startswith("RECORDED, not run here: 1 NVIDIA") and "commit " in label and "python tests/gpu/" in label
+
+
+def test_the_hook_releases_what_the_issue_asks_for():
+    """95% of weights and cache, stable over twenty cycles, logprobs as before."""
+    stages = {(r["way"], r["stage"]): float(r["gigabytes"]) for r in recorded_rows("footprint.csv")}
+    held = {way: stages[way, "released cuda_graph"] / stages[way, "started"] for way in ("stock", "hook")}
+    assert held["hook"] < 0.05 and held["stock"] > 0.8
+    cycles = recorded_rows("footprint_cycles.csv")
+    assert len(cycles) == 20 and {float(r["logprob_gap"]) for r in cycles} == {0.0}
+    assert max(float(r["released_gigabytes"]) for r in cycles) < 2.0
