@@ -92,19 +92,20 @@ class RayHead:
                     logging_level="error",
                     _node_ip_address="127.0.0.1",
                 )
-            except (
-                ConnectionError
-            ):  # Ray's store listens before its node is there, and stays when that never comes
+            except ConnectionError:
+                # Ray's store listens before its node is there, and stays when that never comes
                 self._check_alive(deadline)
+                time.sleep(0.2)
         return self
 
     def _check_alive(self, deadline: float) -> None:
         """Raise ClusterError with Ray's own words when its start has ended or takes too long."""
         if self.process.poll() is None and time.monotonic() < deadline:
             return
+        ended = "Ray's start ended" if self.process.poll() is not None else "Ray did not start in time"
         text = (self.folder / "head.log").read_text(errors="replace")[-1500:]
         self.stop()
-        raise ClusterError(f"Ray did not start. Its last words:\n{text}")
+        raise ClusterError(f"{ended}. Its last words:\n{text}")
 
     def stop(self) -> None:
         """Disconnect, end all of Ray's processes and remove its folder; safe to call twice."""

@@ -114,22 +114,26 @@ def predicted_phases(settings: Profile, tokens: int, context: int) -> dict[str, 
     """Phase -> item -> bytes on the card at the phase's peak, for one trainer rank and one server; written before the run.
 
     tokens: of one micro-batch, padding included; context: bytes that a process of ours holds for CUDA alone, measured once.
-    CUDA graphs, libraries' workspaces and what allocators keep in reserve are not predicted.
+    CUDA graphs, libraries' workspaces and what allocators keep in reserve are not predicted ("rest of server" is its context
+    alone). Raises ValueError for several ranks: the layout is not taken into account.
     """
+    if settings.trainer.ranks > 1 or settings.rollout.engines > 1:
+        raise ValueError(f"profile {settings.name!r} has several ranks or engines; this predicts one card with one of each")
     trainer, pools = predicted_trainer_bytes(settings), predicted_pools(settings)
     weights = {"trainer weights": trainer["weights"]}
     fixed = {"trainer gradients": trainer["gradients"]}
     masters, moments = trainer["master weights"], trainer["Adam moments"]
     server = {"server weights": trainer["weights"], "server KV cache": predicted_kv_bytes(settings, *pools)}
-    released = {} if settings.rollout.memory_saver else server
-    contexts = {"CUDA contexts": 2 * context}
+    server |= {"rest of server": context}
+    released = {"rest of server": context} if settings.rollout.memory_saver else server
+    contexts = {"CUDA context": context}
     step = contexts | weights | fixed
     fresh, later = {"trainer optimizer": masters}, {"trainer optimizer": masters + moments}
     logits = {"logits": tokens * settings.model.vocab_size * _LOSS_BYTES[settings.model.dtype]}
     kept = {"activations": predicted_activation_bytes(settings, tokens)}
     bucket = {"export buffers": _largest_export(settings)}
     return {
-        "server start": {"CUDA contexts": context} | server,
+        "server start": contexts | server,
         "load": step | fresh | server,
         "rollout": step | fresh | server,
         "release": step | fresh | released,
@@ -381,6 +385,7 @@ class CardPeak:
     def __exit__(self, *exc) -> None:
         self._stop.set()
         self._thread.join(5)
+        self.extra = max(self.extra, card_used() - self._before)  # also says so where NVML does not answer
 
     def _run(self) -> None:
         while not self._stop.wait(self.interval):
@@ -405,7 +410,7 @@ class MemoryTimeline:
 
     def __init__(self, roots: Sequence[int], interval: float = 0.25, gpu: bool = False):
         self.roots, self.interval = list(roots), interval
-        self.measures = {"host": pss_by_role} | ({"GPU": gpu_by_role} if gpu else {})
+        self.measures = ({"GPU": gpu_by_role} if gpu else {}) | {"host": pss_by_role}
         self.rows: list[tuple[float, str, str, str, int]] = []  # seconds, phase, kind, role, bytes
         self.ends: dict[tuple[str, str], dict[str, int]] = {}  # (phase, kind) -> role -> bytes when it was over
         self.torch: dict[str, dict[str, int]] = {}  # phase -> peak "allocated" and "reserved" of this process on its GPU
@@ -413,6 +418,7 @@ class MemoryTimeline:
         self.count: Callable[[], dict[str, int]] = dict  # for instance partial(device_bytes, trainer), once there is one
         self.seconds: dict[str, float] = {}  # phase -> how long it took
         self._phase, self._stop, self._start = "idle", threading.Event(), time.monotonic()
+        self.failure: Exception | None = None  # what ended the sampling early
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> MemoryTimeline:
@@ -422,6 +428,8 @@ class MemoryTimeline:
     def __exit__(self, *exc) -> None:
         self._stop.set()
         self._thread.join(5)
+        if self.failure and exc[0] is None:
+            raise RuntimeError("memory was not sampled to the end, so peaks are missing") from self.failure
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -464,15 +472,20 @@ class MemoryTimeline:
 
     def sample(self) -> dict[str, dict[str, int]]:
         """Measure now; returns kind -> role -> bytes."""
-        now, phase = time.monotonic() - self._start, self._phase
-        found = {kind: measure(self.roots) for kind, measure in self.measures.items()}
-        for kind, roles in found.items():
-            self.rows += [(now, phase, kind, role, size) for role, size in roles.items()]
+        now, found = time.monotonic() - self._start, {}
+        for kind, measure in self.measures.items():
+            phase = self._phase
+            found[kind] = measure(self.roots)
+            if self._phase == phase:  # else it belongs to neither: reading PSS of large processes takes a while
+                self.rows += [(now, phase, kind, role, size) for role, size in found[kind].items()]
         return found
 
     def _run(self) -> None:
-        while not self._stop.wait(self.interval):
-            self.sample()
+        try:
+            while not self._stop.wait(self.interval):
+                self.sample()
+        except Exception as error:  # told in __exit__: a thread's own traceback reaches nobody in a notebook
+            self.failure = error
 
     def peak_by_phase(self, kind: str = "host") -> dict[str, dict[str, int]]:
         """phase -> role -> most bytes seen; phases in order of appearance, without the time between them."""
@@ -494,7 +507,7 @@ def measured_phases(
     """Phase -> item -> bytes on the card, beside predicted_phases: what NVML saw of the two processes, taken apart.
 
     The trainer is this process: its static items, what else was allocated at the peak ("working memory"), what torch kept in
-    reserve, and the rest of what NVML sees (the CUDA context). Of a phase in MOVES the state at its end is given, of the others
+    reserve, and the rest of what NVML sees (the CUDA context). The rest of the server is its graphs, workspaces and context. Of a phase in MOVES the state at its end is given, of the others
     the peak: while something moves, the peak is what was there before. usage: the server's own figures in GiB (memory_usage of
     /server_info: weight, kvcache); they count except in the phases `released`. Nothing here is taken from a prediction.
     """
@@ -506,11 +519,11 @@ def measured_phases(
         allocated, reserved = (counts.get(name + suffix, 0) for name in ("allocated", "reserved"))
         items["working memory"] = max(allocated - sum(items.values()), 0)
         items["allocator's reserve"] = reserved - allocated
-        items["CUDA contexts"] = max(roles.get("notebook kernel", 0) - reserved, 0)
+        items["CUDA context"] = max(roles.get("notebook kernel", 0) - reserved, 0)
         served = sum(size for role, size in roles.items() if "SGLang" in role)
         resident = {} if phase in released or not served else {
             "server weights": round(usage["weight"] * gib), "server KV cache": round(usage["kvcache"] * gib),
         }  # fmt: skip
-        items |= resident | {"server: graphs, workspaces, context": max(served - sum(resident.values()), 0)}
+        items |= resident | {"rest of server": max(served - sum(resident.values()), 0)}
         phases[phase] = {name: size for name, size in items.items() if size}
     return phases

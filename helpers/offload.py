@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class Move:
     where: Where
     bytes: int
     seconds: float
-    pin_seconds: float = 0.0  # of these, to reserve and pin host memory: only in a part's first move
+    pin_seconds: float = 0.0  # of these, to reserve and pin host memory: when a part first moves, or has grown
 
 
 def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
@@ -93,6 +94,8 @@ class HostBlock:
         if pin and total:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self.data.data_ptr(), total, 0)))
             self.pinned = True
+            # memory must not be freed while it is registered, also where nobody calls close()
+            self._unpin = weakref.finalize(self, _unpin, self.data)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -104,11 +107,15 @@ class HostBlock:
 
     def close(self) -> None:
         """Unpin; safe to call twice."""
-        import torch
-
         if self.pinned:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())))
+            self._unpin()
             self.pinned = False
+
+
+def _unpin(data: Tensor) -> None:
+    import torch
+
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(data.data_ptr())))
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -135,6 +142,7 @@ class TrainerMemory:
         self._blocks: dict[
             str, HostBlock
         ] = {}  # kept from one move to the next: pinning takes longer than copying
+        self._copier: _Copier | None = None
         self._index: dict[int, int] = {}  # storage of an offloaded weight -> its place in the block
 
     # --- moves --------------------------------------------------------------------------------------------------------
@@ -145,9 +153,10 @@ class TrainerMemory:
         """
         self._check(parts)
         current = parts_of(self.model, self.optimizer)
-        moves = [self._take_away(p, current[p]) for p in parts if self.where[p] is Where.DEVICE]
-        self._give_back()
-        return moves
+        try:
+            return [self._take_away(p, current[p]) for p in parts if self.where[p] is Where.DEVICE]
+        finally:
+            self.give_back()
 
     def load_back(self, parts: Sequence[str] = PARTS) -> list[Move]:
         """Bring the parts back to the device, with the values that they had; gradients as zeros."""
@@ -174,10 +183,10 @@ class TrainerMemory:
             self._away.pop(part, None)
             if part in self._blocks:
                 self._blocks.pop(part).close()
-        self._give_back()
+        self.give_back()
 
-    def close(self) -> None:
-        """Bring everything back and unpin the host memory."""
+    def restore(self) -> None:
+        """Bring everything back and give the host memory up."""
         self.load_back()
         for block in self._blocks.values():
             block.close()
@@ -211,15 +220,25 @@ class TrainerMemory:
         return Move(part, self.where[part], sum(sizes), time.perf_counter() - start, pinning)
 
     def _bring_back(self, part: str) -> Move:
-        start, sizes = time.perf_counter(), self._sizes[part]
-        for i, storage in enumerate(self._away.pop(part)):
-            storage.resize_(sizes[i])
-            values = _bytes_of(storage)
-            if part == "gradients":
-                values.zero_()
-            else:
-                values.copy_(self._blocks[part].place(i), non_blocking=True)
-        self._synchronize()
+        start, sizes, away = time.perf_counter(), self._sizes[part], self._away[part]
+        try:
+            for i, storage in enumerate(away):
+                storage.resize_(sizes[i])
+                values = _bytes_of(storage)
+                if part == "gradients":
+                    values.zero_()
+                else:
+                    values.copy_(self._blocks[part].place(i), non_blocking=True)
+            self._synchronize()
+        except RuntimeError as error:  # torch's out-of-memory is one
+            for storage in away:
+                storage.resize_(0)
+            self.give_back()
+            raise OffloadError(
+                f"no room for {part} ({sum(sizes) / 1e9:.1f} GB) on the device: let the server release its memory first. "
+                f"Nothing is lost, call load_back() again. torch says: {str(error)[:160]}"
+            ) from error
+        del self._away[part]
         self.where[part] = Where.DEVICE
         return Move(part, Where.DEVICE, sum(sizes), time.perf_counter() - start)
 
@@ -228,7 +247,8 @@ class TrainerMemory:
         start, block = time.perf_counter(), self._blocks.get(part)
         if block is None or block.sizes != sizes:
             if block is not None:
-                block.close()
+                self._blocks.pop(part).close()
+                del block  # before the new one asks for as much again
             self._blocks[part] = HostBlock(sizes, pin=self.device == "cuda")
         return time.perf_counter() - start
 
@@ -238,12 +258,18 @@ class TrainerMemory:
 
             torch.cuda.synchronize()
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
         """The freed blocks to the driver: the other process on this card cannot have them from torch's cache."""
         if self.device == "cuda":
             import torch
 
             torch.cuda.empty_cache()
+
+    def copier(self) -> _Copier:
+        """The stream for staging, one for all exports: each stream has an allocator's cache of its own."""
+        if self._copier is None:
+            self._copier = _Copier(self.device)
+        return self._copier
 
     # --- reading while away -------------------------------------------------------------------------------------------
     def host_copy(self, tensor: Tensor) -> Tensor:
@@ -269,7 +295,7 @@ def staged_tasks(tasks: Iterable, memory: TrainerMemory, ahead: int = STAGED_BYT
     tasks: of AutoBridge.get_conversion_tasks; the tasks come out in the same order, those without a weight as they are.
     """
     waiting, held = deque(), 0
-    copier = _Copier(memory.device)
+    copier = memory.copier()
     for task in tasks:
         size = 0
         if task is not None and task.param_weight is not None:
@@ -287,6 +313,7 @@ def staged_tasks(tasks: Iterable, memory: TrainerMemory, ahead: int = STAGED_BYT
             yield copier.finish(waiting.popleft())
     while waiting:
         yield copier.finish(waiting.popleft())
+    memory.give_back()
 
 
 def _copy_attributes(source: Tensor, target: Tensor) -> None:

@@ -34,18 +34,30 @@ def record_run(runs: Path, target: Path, only: Sequence[str] = ()) -> list[Path]
     only: numbers ("00") of the notebooks that were run, where a profile does not run them all.
     """
     names = sorted(p.stem for p in (PROJECT_ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+    unknown = sorted(set(only) - {name[:2] for name in names})
+    if unknown:
+        raise RecordError(f"no notebook {', '.join(unknown)}; there are {', '.join(name[:2] for name in names)}")
     names = [name for name in names if not only or name[:2] in only]
+    lost = {p.name for p in target.glob("[0-9][0-9]_*")} - set(names)
+    if lost:
+        raise RecordError(f"{target.name} holds {', '.join(sorted(lost))}, which this run does not replace: run them too")
     records = {name: read_metrics(runs / name / "metrics.json") for name in names}
     commits = {r["commit"] for r in records.values()}
     if len(commits) != 1 or any("dirty" in commit or commit == "unknown" for commit in commits):
         raise RecordError(
             f"the run was made at {sorted(commits)}: commit everything, run the whole series again, then record it"
         )
-    shutil.rmtree(target, ignore_errors=True)
-    written = [_record_notebook(runs / name, target / name) for name in names]
-    series = json.loads((runs / "series.json").read_text())
-    (target / "series.json").write_text(json.dumps(series, indent=1) + "\n")
-    return written
+    fresh = target.with_name(f".{target.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    try:
+        written = [_record_notebook(runs / name, fresh / name) for name in names]
+        series = json.loads((runs / "series.json").read_text())
+        (fresh / "series.json").write_text(json.dumps(series, indent=1) + "\n")
+        shutil.rmtree(target, ignore_errors=True)
+        fresh.rename(target)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return [target / path.relative_to(fresh) for path in written]
 
 
 def _record_notebook(source: Path, target: Path) -> Path:

@@ -30,7 +30,7 @@ def register() -> None:
 
 
 def restore_preload(environment: Mapping[str, str]) -> bool:
-    """Give torch_memory_saver back the mode that SGLang launched this process for; returns whether that was needed.
+    """Give torch_memory_saver back the mode that SGLang launched this process for; returns whether it was preloaded.
 
     SGLang preloads the saver's library into its scheduler. Where megatron-core is installed, sglang/srt/debug_utils/dumper.py
     imports it, and megatron/core/inference/contexts/dynamic_context.py (0.19.2) sets hook_mode = "torch" for the whole process;

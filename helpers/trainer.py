@@ -21,7 +21,7 @@ from helpers.bridge import (
 )  # fmt: skip
 from helpers.checkpoints import save_streamed
 from helpers.losses import clipped_policy_loss
-from helpers.offload import PARTS, TrainerMemory, Where, staged_tasks
+from helpers.offload import PARTS, OffloadError, TrainerMemory, Where, staged_tasks
 from helpers.profiles import Profile
 from helpers.records import Batch, LossOutput
 from helpers.tensor_files import read_config
@@ -176,6 +176,8 @@ class MegatronTrainer:
         send each before the next update. Offloaded weights are streamed from the host: a few of them are on the device at a
         time, and the trainer stays as it was.
         """
+        if self.memory.where["weights"] is Where.DROPPED:
+            raise OffloadError("this trainer was closed: its weights are gone; make a new one")
         self._require("export")
         cpu = self.settings.device == "cpu" if cpu is None else cpu
         if self.memory.where["weights"] is Where.DEVICE:

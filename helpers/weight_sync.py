@@ -8,7 +8,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class SyncReport:
     """What one sync did, in seconds; buckets: requests to each server.
 
-    export_seconds: Megatron's tensors gathered (from other ranks, or from the host where they are offloaded) and converted.
-    transfer_seconds: packed and sent, or written. load_seconds: from then until the servers have taken them.
+    export_seconds: Megatron's tensors gathered (from other ranks, or from the host where they are offloaded) and converted;
+    through disk it is part of the transfer. transfer_seconds: packed and sent, or written. load_seconds: from then until the servers have taken them.
     """
 
     version: str
@@ -126,29 +126,49 @@ class SyncGroup:
 
     def __enter__(self) -> SyncGroup:
         port, world = free_port(), len(self.servers) + 1
-        with ThreadPoolExecutor(len(self.servers)) as pool:
-            joining = [
-                pool.submit(
-                    server.post, "/init_weights_update_group", master_address="127.0.0.1", master_port=port,
-                    rank_offset=rank, world_size=world, group_name=self.name, backend=self.backend,
-                )
-                for rank, server in enumerate(self.servers, start=1)
-            ]  # fmt: skip
+        pool = ThreadPoolExecutor(len(self.servers))  # no `with`: a server that waits for others must not hold us
+        joining = [
+            pool.submit(
+                server.post, "/init_weights_update_group", master_address="127.0.0.1", master_port=port,
+                rank_offset=rank, world_size=world, group_name=self.name, backend=self.backend,
+            )
+            for rank, server in enumerate(self.servers, start=1)
+        ]  # fmt: skip
+        pool.shutdown(wait=False)
+        try:
             self.group = _join_group(self.backend, port, world, self.name, self.timeout)
             for reply in joining:
                 _require_success(reply.result(self.timeout))
+        except BaseException as error:
+            joined = [s for s, reply in zip(self.servers, joining, strict=True) if _succeeded(reply)]
+            self._leave(joined, quietly=True)
+            _raise_first_refusal(joining, error)
+            raise
         return self
 
     def __exit__(self, *exc) -> None:
+        self._leave(self.servers, quietly=exc[0] is not None)
+
+    def _leave(self, servers: list[SGLangClient], quietly: bool) -> None:
+        """Destroy the group here and, as far as they answer, at the servers. quietly: another error is on its way."""
         import torch.distributed as dist
 
-        for server in self.servers:
-            server.post("/destroy_weights_update_group", group_name=self.name)
-        dist.destroy_process_group(self.group)
-        self.group = None
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+            self.group = None
+        for server in servers:
+            try:
+                server.post("/destroy_weights_update_group", group_name=self.name)
+            except RolloutError:
+                if not quietly:
+                    raise
 
     def broadcast(self, bucket: dict[str, Tensor], version: str) -> float:
-        """Send the tensors to every server; returns the seconds of the broadcasts, once the servers have loaded them."""
+        """Send the tensors to every server; returns the seconds of the broadcasts, once the servers have loaded them.
+
+        Raises RolloutError with the words of a server that refuses.
+        """
+        import torch
         import torch.distributed as dist
 
         description = {
@@ -156,16 +176,35 @@ class SyncGroup:
             "shapes": [list(t.shape) for t in bucket.values()], "group_name": self.name, "flush_cache": False,
             "weight_version": version,
         }  # fmt: skip
-        with ThreadPoolExecutor(len(self.servers)) as pool:
-            path = "/update_weights_from_distributed"
-            replies = [pool.submit(server.post, path, **description) for server in self.servers]
-            start = time.perf_counter()
+        pool, path = ThreadPoolExecutor(len(self.servers)), "/update_weights_from_distributed"
+        replies = [pool.submit(server.post, path, **description) for server in self.servers]
+        pool.shutdown(wait=False)
+        start = time.perf_counter()
+        try:
             for tensor in bucket.values():
                 dist.broadcast(tensor.contiguous(), src=0, group=self.group)
-            seconds = time.perf_counter() - start
-            for reply in replies:
-                _require_success(reply.result())
+            if self.backend == "nccl":
+                torch.cuda.synchronize()  # nccl only queues a broadcast
+        except RuntimeError as error:
+            _raise_first_refusal(replies, error)
+            raise
+        seconds = time.perf_counter() - start
+        for reply in replies:
+            _require_success(reply.result())
         return seconds
+
+
+def _succeeded(reply: Future) -> bool:
+    return reply.done() and not reply.exception() and bool(reply.result().get("success"))
+
+
+def _raise_first_refusal(replies: list[Future], error: BaseException) -> None:
+    """What a server said is the cause; that we then waited in vain is not."""
+    for reply in replies:
+        if reply.done() and reply.exception():
+            raise reply.exception() from error
+        if reply.done():
+            _require_success(reply.result())
 
 
 def _join_group(backend: str, port: int, world: int, name: str, timeout: float):

@@ -58,13 +58,23 @@ def stages(trainer) -> list[dict]:
     tasks = trainer.model.bridge.get_conversion_tasks(trainer.model.chunks)
     rows.append({"stage": "gather from the host", "seconds": drain(lambda: staged_tasks(tasks, trainer.memory))})
     rows.append({"stage": "export from the host", "seconds": drain(trainer.export_stream)})
+    away = checksums(trainer)
     moves += trainer.memory.load_back()
+    if checksums(trainer) != away:
+        raise SystemExit("weights exported from the host are not those of the device")
     for move in moves:
         name = f"{move.part}: {move.where.value}"
         rows.append({"stage": name, "seconds": move.seconds - move.pin_seconds, "gigabytes": move.bytes / 1e9})
         if move.pin_seconds:
             rows.append({"stage": f"{move.part}: reserve and pin", "seconds": move.pin_seconds})
     return rows
+
+
+def checksums(trainer) -> dict[str, int]:
+    """A sum over the bits of every exported tensor: equal ones are equal for our purpose, in little time and memory."""
+    import torch
+
+    return {n: int(t.contiguous().view(torch.int16).long().sum()) for n, t in trainer.export_stream()}
 
 
 def one_sync(way: str, trainer, server, folder: Path, group) -> tuple:
@@ -86,8 +96,8 @@ def one_sync(way: str, trainer, server, folder: Path, group) -> tuple:
     return report, moving
 
 
-def measure(way: str, number: int, trainer, server, folder: Path, group) -> dict:
-    """One run of one way, with its peaks above the state in which it starts."""
+def measure(way: str, number: int, trainer, server, folder: Path, group, sampled: bool) -> dict:
+    """One run of one way. sampled: its memory peaks above the state in which it starts; else its seconds, undisturbed."""
     import torch
 
     from helpers.memory import CardPeak, MemoryTimeline
@@ -97,19 +107,27 @@ def measure(way: str, number: int, trainer, server, folder: Path, group) -> dict
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    with CardPeak() as card, MemoryTimeline([os.getpid(), server.pid], interval=0.1) as host:
-        host.sample()
+    if not sampled:
         report, moving = one_sync(way, trainer, server, folder, group)
-    totals = {}
-    for seconds, _, _, _, size in host.rows:
-        totals[seconds] = totals.get(seconds, 0) + size
-    first = totals[min(totals)]
+    else:
+        with CardPeak() as card, MemoryTimeline([os.getpid(), server.pid], interval=0.1) as host:
+            host.sample()
+            report, moving = one_sync(way, trainer, server, folder, group)
+        totals = {}
+        for seconds, _, _, _, size in host.rows:
+            totals[seconds] = totals.get(seconds, 0) + size
+        blocks = sum(len(block.data) for block in trainer.memory._blocks.values())
+        row = {
+            "way": way, "run": "memory", "card_extra_gb": card.extra / 1e9,
+            "trainer_extra_gb": (torch.cuda.max_memory_allocated() - before) / 1e9,
+            "host_extra_gb": (max(totals.values()) - totals[min(totals)]) / 1e9, "host_pinned_gb": blocks / 1e9,
+        }  # fmt: skip
+        trainer.memory.load_back()
+        return row
     row = {
         "way": way, "run": number, "gigabytes": report.megabytes / 1e3, "move_seconds": moving,
         "export_seconds": report.export_seconds, "transfer_seconds": report.transfer_seconds,
         "load_seconds": report.load_seconds, "total_seconds": moving + report.seconds, "buckets": report.buckets,
-        "card_extra_gb": card.extra / 1e9, "trainer_extra_gb": (torch.cuda.max_memory_allocated() - before) / 1e9,
-        "host_extra_gb": (max(totals.values()) - first) / 1e9,
     }  # fmt: skip
     trainer.memory.load_back()
     return row
@@ -154,9 +172,10 @@ def main() -> int:
         print(*rows, sep="\n", flush=True)
         runs = []
         with SyncGroup(server, "gloo") as group:
-            for number in range(options.repeats + 1):  # ways in turn: the machine's mood hits all of them
+            for number in range(options.repeats + 2):  # ways in turn: the machine's mood hits all of them
                 for way in options.ways:
-                    row = measure(way, number, trainer, server, options.out / "exported", group)
+                    sampled = number == options.repeats + 1
+                    row = measure(way, number, trainer, server, options.out / "exported", group, sampled)
                     print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
                     if number:
                         runs.append(row)

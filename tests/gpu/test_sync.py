@@ -132,8 +132,9 @@ def test_experts_that_stay_behind_are_caught(server, sound, short, before, ask, 
     )
 
 
+@pytest.mark.parametrize("where", ["on the device", "offloaded"])
 def test_a_full_sync_gives_the_server_the_trainers_weights(
-    server, trainer, trained, prompts, ask, trainer_logprobs, record
+    server, trainer, trained, prompts, ask, trainer_logprobs, record, where
 ):
     import torch
 
@@ -144,15 +145,18 @@ def test_a_full_sync_gives_the_server_the_trainers_weights(
             noise = torch.randn(parameter.shape, generator=generator, device=parameter.device).to(parameter)
             parameter.add_(0.3 * parameter.float().std().nan_to_num().to(parameter) * noise)
     try:
+        if where == "offloaded":
+            trainer.memory.offload()
         report = sync_weights(trainer, server, "7")
+        trainer.memory.load_back()
         new, ours = ask(server), trainer_logprobs()
-        record("full sync, mean change of a logprob", (new - old).abs().mean(), "nat", at_least=0.1)
-        record(
-            "full sync, distance to the trainer over the change", share(new, ours, old), "1", below=EXPLAINED
-        )
-        record("full sync, seconds", report.seconds, "s")
+        name = f"full sync, weights {where}"
+        record(f"{name}: mean change of a logprob", (new - old).abs().mean(), "nat", at_least=0.1)
+        record(f"{name}: distance to the trainer over the change", share(new, ours, old), "1", below=EXPLAINED)
+        record(f"{name}: seconds", report.seconds, "s")
         assert server.generate([prompts[0]], 0.0, 1, 1)[0]["meta_info"]["weight_version"] == "7"
     finally:
+        trainer.memory.restore()
         trainer.load_weights(trained)
         server.load_weights(trained)
 

@@ -124,7 +124,7 @@ def measure(settings, checkpoint: Path, rank: int, folder: Path) -> dict:
     trainer.memory.offload()
     trainer.export_checkpoint(folder)
     dist.barrier()
-    trainer.memory.close()
+    trainer.memory.restore()
     written = compare_weights(weights, folder)
     return {
         "difference": difference,

@@ -157,6 +157,28 @@ def test_a_storage_that_numpy_holds_is_refused_and_nothing_moves(trainer):
     assert all(torch.equal(a, b) for a, b in zip(before, values(trainer), strict=True))
 
 
+def test_a_full_device_loses_nothing(trainer):
+    before = values(trainer)
+    trainer.memory.offload()
+    right = trainer.memory._sizes["weights"]
+    trainer.memory._sizes["weights"] = [right[0], 1 << 50, right[2]]  # no machine has that much
+    with pytest.raises(OffloadError, match="no room for weights .*Nothing is lost"):
+        trainer.memory.load_back()
+    assert trainer.memory.where["weights"] is Where.HOST
+    assert all(p.untyped_storage().nbytes() == 0 for p in trainer.chunk.parameters())
+    trainer.memory._sizes["weights"] = right
+    trainer.memory.load_back()
+    assert all(torch.equal(a, b) for a, b in zip(before, values(trainer), strict=True))
+
+
+def test_restoring_gives_the_host_memory_up(trainer):
+    before = values(trainer)
+    trainer.memory.offload()
+    trainer.memory.restore()
+    assert not trainer.memory._blocks
+    assert all(torch.equal(a, b) for a, b in zip(before, values(trainer), strict=True))
+
+
 def test_a_closed_trainer_holds_nothing_and_says_so(trainer):
     trainer.memory.offload(["optimizer"])
     trainer.memory.discard()

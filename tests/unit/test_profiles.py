@@ -46,6 +46,7 @@ def test_the_tiny_model_cannot_hide_a_transpose():
         ({"trainer.expert_parallel": 3}, ValueError, "experts do not divide"),
         ({"trainer.ranks": 4, "trainer.tensor_parallel": 4}, ValueError, "key-value heads do not divide"),
         ({"trainer.ranks": 3, "trainer.pipeline_parallel": 3}, ValueError, "layers do not divide"),
+        ({"rollout.saver_graphs": True, "rollout.kv_saver": "plain"}, ValueError, "saver_graphs needs"),
     ],
 )
 def test_what_cannot_be_is_refused(changes, error, words):

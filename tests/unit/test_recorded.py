@@ -55,6 +55,18 @@ def test_a_run_with_uncommitted_changes_is_not_recorded(tmp_path):
     assert not (tmp_path / "target").exists()
 
 
+def test_a_part_does_not_replace_the_whole(tmp_path):
+    target = tmp_path / "cpu"
+    shutil.copytree(RECORDED, target)
+    with pytest.raises(RecordError, match="holds 00_environment.* does not replace"):
+        record_run(RECORDED, target, only=["07"])
+    with pytest.raises(RecordError, match="no notebook 42"):
+        record_run(RECORDED, tmp_path / "other", only=["42"])
+    assert len(record_run(RECORDED, tmp_path / "other", only=["07"])) == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["cpu", "other"]
+    assert len(list(target.glob("[0-9][0-9]_*"))) == 8
+
+
 def test_lost_markers_are_named():
     with pytest.raises(RecordError, match="markers for the table of notebooks"):
         fill_readme("# no tables here", RECORDED)
