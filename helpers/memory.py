@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from helpers.anatomy import parameter_table, total_parameters
 from helpers.processes import process_tree, pss
 from helpers.profiles import Profile
+from helpers.trainer import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from helpers.trainer import MegatronTrainer
@@ -105,9 +106,15 @@ def predicted_activation_bytes(settings: Profile, tokens: int) -> int:
     return tokens * m.num_hidden_layers * (dense + experts) * _BYTES[m.dtype]
 
 
-# Bytes a logit while the loss of a micro-batch is computed, counted in helpers.trainer: the model's own (2), the fp32 copy
-# that the cross-entropy keeps for its backward pass (4), and four fp32 copies while the entropy is taken (16).
-_LOSS_BYTES = {"bfloat16": 22, "float32": 24}
+def predicted_loss_bytes(settings: Profile, tokens: int, backward: bool) -> int:
+    """Bytes of the logits of one micro-batch and of what helpers.trainer.token_logprobs needs beside them at its peak.
+
+    The model's own logits; in the backward pass their gradient twice (the pieces, and their concatenation); and five fp32
+    copies of one piece (scaled, its exponentials and products).
+    """
+    m = settings.model
+    logits, piece = tokens * m.vocab_size * _BYTES[m.dtype], min(CHUNK_BYTES, tokens * m.vocab_size * 4)
+    return logits * (3 if backward else 1) + 5 * piece
 
 
 def predicted_phases(settings: Profile, tokens: int, context: int) -> dict[str, dict[str, int]]:
@@ -129,7 +136,9 @@ def predicted_phases(settings: Profile, tokens: int, context: int) -> dict[str, 
     contexts = {"CUDA context": context}
     step = contexts | weights | fixed
     fresh, later = {"trainer optimizer": masters}, {"trainer optimizer": masters + moments}
-    logits = {"logits": tokens * settings.model.vocab_size * _LOSS_BYTES[settings.model.dtype]}
+    logits, gradients = (
+        {"logits": predicted_loss_bytes(settings, tokens, backward)} for backward in (False, True)
+    )
     kept = {"activations": predicted_activation_bytes(settings, tokens)}
     bucket = {"export buffers": _largest_export(settings)}
     return {
@@ -138,7 +147,7 @@ def predicted_phases(settings: Profile, tokens: int, context: int) -> dict[str, 
         "rollout": step | fresh | server,
         "release": step | fresh | released,
         "logprobs": step | fresh | released | logits,
-        "forward-backward": step | fresh | released | logits | kept,
+        "forward-backward": step | fresh | released | gradients | kept,
         "optimizer step": step | later | released,
         "resume": step | later | server,
         "sync": step | later | server | bucket,

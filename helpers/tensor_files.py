@@ -8,6 +8,7 @@ Source: the format's own description (safetensors README, "Format").
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -530,9 +531,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _raw(tensor: Tensor) -> memoryview:
-    import torch
+    """The tensor's bytes, without a copy where it is contiguous.
 
-    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    Not through numpy(): that would make the storage of a live parameter one that can never be resized, and so offloaded.
+    """
+    whole = tensor.detach().contiguous()
+    data = (ctypes.c_uint8 * (whole.numel() * whole.element_size())).from_address(whole.data_ptr())
+    data.tensor = whole  # lives as long as the view
+    return memoryview(data).cast("B")
 
 
 def _write_at(descriptor: int, data: memoryview, place: int) -> None:

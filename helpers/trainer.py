@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Loss = Callable[["Tensor", Batch], LossOutput]
+CHUNK_BYTES = 256 << 20  # of one fp32 copy of the logits that the loss works on at a time
 
 
 def policy_loss(settings: Profile) -> Loss:
@@ -45,28 +46,62 @@ def policy_loss(settings: Profile) -> Loss:
 def token_logprobs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """log p(labels) [B, S] from this rank's share of the logits [B, S, V / TP], in fp32, differentiable.
 
-    Source: megatron.core.tensor_parallel.vocab_parallel_cross_entropy, which wants [S, B, V / TP].
+    No more than CHUNK_BYTES of fp32 logits at a time: longer inputs are cut by tokens, and each piece is computed once more in
+    the backward pass instead of being kept. For gpt-oss's vocabulary the fp32 copies would otherwise be the largest thing in
+    a step (22 bytes a logit, measured). Source of the cross-entropy: megatron.core.tensor_parallel.
     """
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    pieces = _pieces(logits, labels)
+    if len(pieces) == 1:
+        return _logprobs_of(*pieces[0], temperature).view(labels.shape)
+    values = [
+        checkpoint(_logprobs_of, *piece, temperature, use_reentrant=False, preserve_rng_state=False)
+        for piece in pieces
+    ]
+    return torch.cat(values).view(labels.shape)
+
+
+def _pieces(logits: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Views of ([n, V / TP], [n]) that follow each other, each of at most CHUNK_BYTES in fp32, or one token."""
+    width = logits.shape[-1]
+    tokens = max(CHUNK_BYTES // (4 * width), 1)
+    return list(zip(logits.reshape(-1, width).split(tokens), labels.reshape(-1).split(tokens), strict=True))
+
+
+def _logprobs_of(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """[n] from [n, V / TP] and [n]. The cross-entropy wants [S, B, V / TP]."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    scaled = (logits.float() / temperature).transpose(0, 1).contiguous()
-    return -vocab_parallel_cross_entropy(scaled, labels.transpose(0, 1).contiguous()).transpose(0, 1)
+    return -vocab_parallel_cross_entropy((logits.float() / temperature)[:, None], labels[:, None])[:, 0]
 
 
 def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Entropy [B, S] in nats of the next-token distribution, over all tensor-parallel shares; no gradient."""
+    """Entropy [B, S] in nats of the next-token distribution, over all tensor-parallel shares; no gradient.
+
+    In pieces, as token_logprobs.
+    """
+    import torch
+
+    with torch.no_grad():
+        pieces = _pieces(logits, logits[..., 0])
+        return torch.cat([_entropy_of(part, temperature) for part, _ in pieces]).view(logits.shape[:-1])
+
+
+def _entropy_of(logits: Tensor, temperature: float) -> Tensor:
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
 
     group = parallel_state.get_tensor_model_parallel_group()
-    with torch.no_grad():
-        scaled = logits.float() / temperature
-        peak = scaled.amax(-1, keepdim=True)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-        weight = (scaled - peak).exp()
-        sums = torch.stack([weight.sum(-1), (weight * (scaled - peak)).sum(-1)])
-        dist.all_reduce(sums, group=group)
+    scaled = logits.float() / temperature
+    peak = scaled.amax(-1, keepdim=True)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+    scaled -= peak
+    weight = scaled.exp()
+    sums = torch.stack([weight.sum(-1), scaled.mul_(weight).sum(-1)])
+    dist.all_reduce(sums, group=group)
     return sums[0].log() - sums[1] / sums[0]
 
 

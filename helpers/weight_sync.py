@@ -7,7 +7,7 @@ import io
 import pickle
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,23 +25,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync did, in seconds; buckets: requests to each server.
+    """What one sync did. buckets: requests to each server. Wall time is export_seconds + send_seconds.
 
     export_seconds: Megatron's tensors gathered (from other ranks, or from the host where they are offloaded) and converted;
-    through disk it is part of the transfer. transfer_seconds: packed and sent, or written. load_seconds: from then until the servers have taken them.
+    through disk it is part of the transfer. send_seconds: until the servers had taken them, as far as that was not hidden
+    behind the export. transfer_seconds: of all sending, hidden or not, what it took to pack, broadcast or write.
     """
 
     version: str
     tensors: int
     megabytes: float
     export_seconds: float
+    send_seconds: float
     transfer_seconds: float
-    load_seconds: float
     buckets: int = 1
-
-    @property
-    def send_seconds(self) -> float:
-        return self.transfer_seconds + self.load_seconds
 
     @property
     def seconds(self) -> float:
@@ -54,12 +51,15 @@ def sync_weights(
     version: str,
     bucket_bytes: int = 1 << 30,
     group: SyncGroup | None = None,
+    overlap: bool = True,
 ) -> SyncReport:
     """Stream the trainer's weights into every server; episodes sampled afterwards carry `version`.
 
-    With several trainer ranks all of them call this (the export is collective); rank 0 sends. At most bucket_bytes, or one
-    tensor, is held beside the model. Offloaded weights are streamed from the host and stay there.
-    group: broadcast through it; without one, tensors go as CUDA IPC handles on a GPU and by value on a CPU.
+    With several trainer ranks all of them call this (the export is collective); rank 0 sends. Offloaded weights are streamed
+    from the host and stay there.
+    bucket_bytes: or one tensor, whichever is more, is held beside the model; twice that with overlap, where a bucket is sent
+    while the next one is exported. group: broadcast through it (never overlapped: its collectives must not meet the export's);
+    without one, tensors go as CUDA IPC handles on a GPU and by value on a CPU.
     Raises RolloutError before anything is sent when one of the servers cannot take these weights (see check_sync_target).
     """
     servers = servers if isinstance(servers, list) else [servers]
@@ -68,25 +68,55 @@ def sync_weights(
     if trainer.rank:
         deque(stream, maxlen=0)
         return SyncReport(version, 0, 0.0, clock.lap(), 0.0, 0.0)
-    tensors, size, export, transfer, load, buckets = 0, 0, 0.0, 0.0, 0.0, 0
+    sender = _Sender(group.broadcast if group else partial(_post_to_each, servers), overlap and group is None)
+    tensors, size, export, waited, buckets = 0, 0, 0.0, 0.0, 0
     try:
         shapes = trainer.tensor_shapes()
         for server in servers:  # all of them before the first one changes
             check_sync_target(server, shapes, complete=True)
         for bucket in _buckets(stream, bucket_bytes):
-            export += clock.lap()
-            send = group.broadcast if group else partial(_post_to_each, servers)
-            transfer += send(bucket, version)
+            export += clock.lap()  # which also waits for the GPU: what is sent is there
             tensors, buckets = tensors + len(bucket), buckets + 1
             size += sum(t.numel() * t.element_size() for t in bucket.values())
-            bucket.clear()
-            load += clock.lap()
+            sender.send(bucket, version)
+            waited += clock.lap()
+        sender.finish()
         for server in servers:
             flush_cache(server.post)
     except BaseException:
         deque(stream, maxlen=0)  # the other ranks wait for it
         raise
-    return SyncReport(version, tensors, size / 1e6, export, transfer, load - transfer + clock.lap(), buckets)
+    finally:
+        sender.close()
+    return SyncReport(version, tensors, size / 1e6, export, waited + clock.lap(), sender.seconds, buckets)
+
+
+class _Sender:
+    """Sends buckets one after the other, in a thread of its own where they may overlap with what makes them."""
+
+    def __init__(self, send: Callable[[dict[str, Tensor], str], float], overlap: bool):
+        self._send, self._overlap, self.seconds = send, overlap, 0.0
+        self._thread, self._pending = ThreadPoolExecutor(1), None
+
+    def send(self, bucket: dict[str, Tensor], version: str) -> None:
+        """Start sending; waits for the bucket before, and for this one too without overlap. Empties the bucket afterwards."""
+        self.finish()
+        self._pending = self._thread.submit(self._one, bucket, version)
+        if not self._overlap:
+            self.finish()
+
+    def _one(self, bucket: dict[str, Tensor], version: str) -> None:
+        self.seconds += self._send(bucket, version)
+        bucket.clear()
+
+    def finish(self) -> None:
+        """Wait for what is being sent; raises its error."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        self._thread.shutdown()
 
 
 def sync_through_disk(
@@ -100,10 +130,11 @@ def sync_through_disk(
     written = trainer.export_checkpoint(folder)
     transfer = clock.lap()
     if written is None:
-        return SyncReport(version, 0, 0.0, 0.0, transfer, 0.0)
+        return SyncReport(version, 0, 0.0, 0.0, transfer, transfer)
     server.load_weights(written, version)
     size = sum(file.stat().st_size for file in Path(written).glob("*.safetensors"))
-    return SyncReport(version, len(trainer.tensor_shapes()), size / 1e6, 0.0, transfer, clock.lap())
+    send = transfer + clock.lap()
+    return SyncReport(version, len(trainer.tensor_shapes()), size / 1e6, 0.0, send, transfer)
 
 
 class SyncGroup:
@@ -125,6 +156,7 @@ class SyncGroup:
         self.backend, self.name, self.timeout, self.group = backend, name, timeout, None
 
     def __enter__(self) -> SyncGroup:
+        self._require_free_name()  # before a server starts to wait for us
         port, world = free_port(), len(self.servers) + 1
         pool = ThreadPoolExecutor(len(self.servers))  # no `with`: a server that waits for others must not hold us
         joining = [
@@ -145,6 +177,12 @@ class SyncGroup:
             _raise_first_refusal(joining, error)
             raise
         return self
+
+    def _require_free_name(self) -> None:
+        from torch.distributed import distributed_c10d as c10d
+
+        if self.name in c10d._world.pg_names.values():
+            raise RolloutError(f"this process is in a group called {self.name!r} already: leave it, or choose another name")
 
     def __exit__(self, *exc) -> None:
         self._leave(self.servers, quietly=exc[0] is not None)

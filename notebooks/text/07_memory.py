@@ -486,8 +486,9 @@ for way in dict.fromkeys(row["way"] for row in ways):
 # memory: the streaming trainer never has its weights on the card.
 #
 # Streaming misses its target, twice the link's own time. 8.9 GB take 0.16 s,
-# and gathering alone does take that; conversion and the server's loading come
-# on top, one after the other: 0.51 s, 3.2 times. For the whole 20b shape the
+# and gathering alone does take that; conversion and the server's loading came
+# on top, one after the other: 0.51 s, 3.2 times. (`sync_weights` now sends a
+# bucket while it exports the next; not measured on a GPU yet.) For the whole 20b shape the
 # recorded ledger above measured 1.4 s from the device and 2.4 s from the host
 # for 41.8 GB, against 0.76 s for the link. And the host pays: as much pinned
 # memory as weights, reserved once, which took 13 s in that run.

@@ -1,8 +1,8 @@
 """Weights from trainer to server on one GPU, four ways, and the question of verl 4394: must offloaded weights be loaded back?
 
-    python tests/gpu/sync_ways.py --out DIR [--profile gpu-20b] [--layers 4] [--repeats 3] [--ways ipc offloaded group disk]
+    python tests/gpu/sync_ways.py --out DIR [--profile gpu-20b] [--layers 4] [--repeats 3] [--ways ...]
 
-ipc: CUDA IPC handles, in buckets. offloaded: the same, streamed from pinned host memory while the trainer is away. group: a
+ipc: CUDA IPC handles, in buckets; "in turn": a bucket is not sent while the next is exported. offloaded: the same, streamed from pinned host memory while the trainer is away. group: a
 torch.distributed group; gloo, since NCCL refuses two ranks on one card. disk: a Hugging Face folder. "loaded back" is load
 back + ipc + offload, what `offloaded` replaces. Each runs once to warm up. Writes sync_ways.csv (one row a run) and
 sync_stages.csv (seconds of gathering and converting alone, and this machine's host-to-device bandwidth).
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from helpers.profiles import load_profile
 
-WAYS = ("ipc", "offloaded", "loaded back", "group", "disk")
+WAYS = ("ipc", "ipc, in turn", "offloaded", "offloaded, in turn", "loaded back", "group", "disk")
 
 
 def host_to_device() -> float:
@@ -82,14 +82,12 @@ def one_sync(way: str, trainer, server, folder: Path, group) -> tuple:
     from helpers.weight_sync import sync_through_disk, sync_weights
 
     moving = 0.0
-    if way in ("offloaded", "loaded back"):
-        trainer.memory.offload()
     if way == "loaded back":
         moving = timed(lambda: trainer.memory.load_back(["weights"]))
     report = (
         sync_through_disk(trainer, server, folder, way)
         if way == "disk"
-        else sync_weights(trainer, server, way, group=group if way == "group" else None)
+        else sync_weights(trainer, server, way, group=group if way == "group" else None, overlap="in turn" not in way)
     )
     if way == "loaded back":
         moving += timed(lambda: trainer.memory.offload(["weights"]))
@@ -102,7 +100,7 @@ def measure(way: str, number: int, trainer, server, folder: Path, group, sampled
 
     from helpers.memory import CardPeak, MemoryTimeline
 
-    if way in ("offloaded", "loaded back"):
+    if way.startswith(("offloaded", "loaded back")):
         trainer.memory.offload()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -126,8 +124,8 @@ def measure(way: str, number: int, trainer, server, folder: Path, group, sampled
         return row
     row = {
         "way": way, "run": number, "gigabytes": report.megabytes / 1e3, "move_seconds": moving,
-        "export_seconds": report.export_seconds, "transfer_seconds": report.transfer_seconds,
-        "load_seconds": report.load_seconds, "total_seconds": moving + report.seconds, "buckets": report.buckets,
+        "export_seconds": report.export_seconds, "send_seconds": report.send_seconds,
+        "transfer_seconds": report.transfer_seconds, "total_seconds": moving + report.seconds, "buckets": report.buckets,
     }  # fmt: skip
     trainer.memory.load_back()
     return row

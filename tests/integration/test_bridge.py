@@ -93,6 +93,42 @@ def test_a_micro_batch_changes_nothing(trainer):
         trainer.settings = before
 
 
+def test_logits_in_pieces_give_the_same_logprobs_entropy_and_gradients(trainer, monkeypatch):
+    """Pieces of three tokens, which divide neither the batch nor a row."""
+    import helpers.trainer as module
+
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(4, 11, 64, generator=generator)
+    labels = torch.randint(0, 64, (4, 11), generator=generator)
+    weight = torch.randn(4, 11, generator=generator)
+    found = []
+    for size in (module.CHUNK_BYTES, 3 * 64 * 4, 1):
+        monkeypatch.setattr(module, "CHUNK_BYTES", size)
+        leaf = logits.clone().requires_grad_()
+        logprobs = module.token_logprobs(leaf, labels, 0.7)
+        (logprobs * weight).sum().backward()
+        found.append((logprobs.detach(), module.token_entropy(logits, 0.7), leaf.grad))
+    exact = torch.log_softmax(logits.double() / 0.7, -1)
+    assert (found[0][0] - exact.gather(-1, labels[..., None])[..., 0]).abs().max() < 1e-5
+    assert (found[0][1] + (exact.exp() * exact).sum(-1)).abs().max() < 1e-5
+    for pieces in found[1:]:
+        assert all((a - b).abs().max() < 1e-6 for a, b in zip(pieces, found[0], strict=True))
+
+
+def test_an_update_in_pieces_is_the_same_update(trainer, monkeypatch, tmp_path):
+    import helpers.trainer as module
+
+    batch = batch_of((5, 17, 33, 48), advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]))
+    trainer.update(batch)
+    trainer.save(tmp_path / "state")
+    whole = trainer.update(batch)
+    trainer.resume(tmp_path / "state")
+    monkeypatch.setattr(module, "CHUNK_BYTES", 7 * 64 * 4)
+    pieces = trainer.update(batch)
+    for name in ("loss", "grad_norm", "entropy"):
+        assert abs(pieces[name] - whole[name]) <= 1e-5 * abs(whole[name])
+
+
 def test_advantages_that_are_not_finite_are_refused_where_they_enter():
     with pytest.raises(ValueError, match="not a finite number"):
         batch_of((9, 9), advantages=torch.tensor([1.0, float("nan")]))

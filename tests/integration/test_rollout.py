@@ -297,6 +297,34 @@ def test_offloaded_weights_arrive_whole_and_stay_away(clean_server, trainer):
     assert arrived(clean_server, trainer) < 1e-4 and report.buckets > 3
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_weights_arrive_in_many_buckets(clean_server, trainer, overlap):
+    moved(trainer, seed=7)
+    report = sync_weights(trainer, clean_server, f"overlap-{overlap}", 10_000, overlap=overlap)
+    assert arrived(clean_server, trainer) < 1e-4
+    assert report.buckets > 10 and report.tensors == len(trainer.tensor_shapes())
+
+
+def test_an_error_while_sending_reaches_the_caller_and_ends_the_export(clean_server, trainer, monkeypatch):
+    """The last bucket's error too, which nothing comes after; the export's other ranks would wait otherwise."""
+    import helpers.weight_sync as module
+
+    post, sent = module._post_to_each, []
+
+    def fails(servers, weights, version):
+        sent.append(list(weights))
+        if "lm_head.weight" in weights:
+            raise RolloutError("the line is cut")
+        return post(servers, weights, version)
+
+    monkeypatch.setattr(module, "_post_to_each", fails)
+    with pytest.raises(RolloutError, match="the line is cut"):
+        sync_weights(trainer, clean_server, "cut", bucket_bytes=10_000)
+    monkeypatch.undo()
+    sync_weights(trainer, clean_server, "whole again")
+    assert arrived(clean_server, trainer) < 1e-4
+
+
 def test_weights_arrive_through_a_process_group(clean_server, trainer):
     """Twice, and then once more in a second group: the first one is left properly."""
     for version in ("first", "second"):
@@ -305,7 +333,7 @@ def test_weights_arrive_through_a_process_group(clean_server, trainer):
                 moved(trainer, seed=len(version + part))
                 report = sync_weights(trainer, clean_server, version + part, 100_000, group)
                 assert arrived(clean_server, trainer) < 1e-4
-    assert report.tensors == len(trainer.tensor_shapes()) and 0 < report.transfer_seconds < report.seconds
+    assert report.tensors == len(trainer.tensor_shapes()) and 0 < report.transfer_seconds < report.send_seconds
     assert clean_server.generate([[1, 2]], 0.0, 1, 1)[0]["meta_info"]["weight_version"] == "secondb"
 
 
@@ -313,7 +341,7 @@ def test_weights_arrive_through_the_disk(clean_server, trainer, tmp_path):
     moved(trainer, seed=5)
     report = sync_through_disk(trainer, clean_server, tmp_path / "step", "written")
     assert arrived(clean_server, trainer) < 1e-4
-    assert report.transfer_seconds > 0 < report.load_seconds
+    assert 0 < report.transfer_seconds < report.send_seconds
     assert clean_server.generate([[1, 2]], 0.0, 1, 1)[0]["meta_info"]["weight_version"] == "written"
 
 
@@ -325,14 +353,12 @@ def test_a_server_that_does_not_join_is_an_error_in_time(clean_server):
     assert time.monotonic() - start < 10
 
 
-def test_a_server_that_refuses_to_join_is_heard_and_can_join_later(clean_server, trainer):
-    """SGLang answers the second group of one name with an error; the group that is there goes on."""
-    with SyncGroup(clean_server, "gloo", "twice"):
-        with pytest.raises(RolloutError, match="did not take the weights|refused"):
-            SyncGroup(clean_server, "gloo", "twice", timeout=5).__enter__()
+def test_a_group_of_a_name_that_is_taken_is_refused_before_the_server_waits(clean_server, trainer):
     moved(trainer, seed=6)
     with SyncGroup(clean_server, "gloo", "twice") as group:
-        sync_weights(trainer, clean_server, "after", group=group)
+        with pytest.raises(RolloutError, match="'twice' already"):
+            SyncGroup(clean_server, "gloo", "twice").__enter__()
+        sync_weights(trainer, clean_server, "within", group=group)
     assert arrived(clean_server, trainer) < 1e-4
 
 

@@ -232,13 +232,22 @@ def test_sampling_that_fails_is_told():
 
 
 def test_activations_are_those_that_an_h200_held():
-    """Recorded: 25.5 GB of working memory in forward-backward of the 20b shape, of which logits are 22 bytes each."""
+    """Recorded: 25.5 GB of working memory in forward-backward of the 20b shape, of which logits were 22 bytes each then."""
     import csv
 
     file = memory.Path(__file__).parents[2] / "notebooks/recorded/gpu-20b/07_memory/measured_phases.csv"
     with file.open(newline="") as rows:
         found = {(r["phase"], r["item"]): int(r["bytes"]) for r in csv.DictReader(rows)}
     settings = load_profile("gpu-20b")
-    predicted = memory.predicted_phases(settings, settings.trainer.micro_batch * 1536, 0)["forward-backward"]
-    working = predicted["activations"] + predicted["logits"]
+    tokens = 2 * 1536  # of the micro-batch of that run
+    working = memory.predicted_activation_bytes(settings, tokens) + tokens * 201_088 * 22
     assert found["forward-backward", "working memory"] == pytest.approx(working, rel=0.05)
+
+
+def test_the_loss_over_a_large_vocabulary_holds_a_piece_not_all_of_it():
+    """4096 tokens of gpt-oss: 1.6 GB of logits in bf16; one fp32 copy of all of them would be 3.3 GB."""
+    settings, chunk = load_profile("gpu-20b"), 256 << 20
+    logits = 4096 * 201_088 * 2
+    assert memory.predicted_loss_bytes(settings, 4096, backward=False) == logits + 5 * chunk
+    assert memory.predicted_loss_bytes(settings, 4096, backward=True) == 3 * logits + 5 * chunk
+    assert memory.predicted_loss_bytes(CPU, 10, backward=False) == 10 * 64 * 4 * 6

@@ -539,3 +539,16 @@ def test_a_published_folder_has_the_permissions_of_any_new_folder(tmp_path):
     (tmp_path / "plain").mkdir()
     publish_folder(tmp_path / "published", lambda new: None)
     assert (tmp_path / "published").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_writing_a_tensor_leaves_its_storage_resizable():
+    """numpy() does not: a parameter that was once written that way could never be offloaded."""
+    from helpers.tensor_files import _raw
+
+    tensor = torch.arange(6.0)[1:].view(5, 1)
+    view = _raw(tensor)
+    assert bytes(view) == tensor.clone().numpy().tobytes() and len(view) == 20
+    assert tensor.untyped_storage().resizable()
+    assert bytes(_raw(torch.arange(6.0).view(2, 3).T)) == torch.arange(6.0).view(2, 3).T.contiguous().numpy().tobytes()
+    del tensor
+    assert len(bytes(view)) == 20, "the view keeps the bytes"
