@@ -267,6 +267,12 @@ def write_csv(path: Path, columns: Mapping[str, Iterable[Any]]) -> None:
     os.replace(draft, path)
 
 
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write records as CSV with a header line; a name that a record lacks is an empty cell. Raises ResultError without rows."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    write_csv(path, {name: [row.get(name, "") for row in rows] for name in names})
+
+
 def _plain(value: Any) -> Any:
     """A Python scalar for a tensor or array element; anything else as it is."""
     return value.item() if hasattr(value, "item") and getattr(value, "shape", None) == () else value

@@ -11,7 +11,6 @@ may run on it.
 """
 
 import argparse
-import csv
 import os
 import time
 from dataclasses import replace
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from helpers.memory import card_used
 from helpers.profiles import load_profile
+from helpers.results import write_rows
 
 
 WAYS = {  # name -> changes of the profile, further arguments of the server
@@ -115,13 +115,6 @@ def load_options(options, **changes):
     return load_profile(options.profile, **{"rollout.max_total_tokens": None}, **changes)
 
 
-def write(path: Path, rows: list[dict]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -146,9 +139,9 @@ def main() -> None:
             print(way, "failed:", str(error)[-1500:], flush=True)
             more, cycles = [{"way": way, "stage": "failed", "gigabytes": "", "seconds": "", "logprob_gap": ""}], []
         rows += more
-        write(options.out / "footprint.csv", rows)
+        write_rows(options.out / "footprint.csv", rows)
         if cycles:
-            write(options.out / "footprint_cycles.csv", cycles)
+            write_rows(options.out / "footprint_cycles.csv", cycles)
 
 
 if __name__ == "__main__":

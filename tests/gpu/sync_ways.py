@@ -9,7 +9,6 @@ sync_stages.csv (seconds of gathering and converting alone, and this machine's h
 """
 
 import argparse
-import csv
 import os
 import statistics
 import sys
@@ -18,6 +17,7 @@ from collections import deque
 from pathlib import Path
 
 from helpers.profiles import load_profile
+from helpers.results import write_rows
 
 WAYS = ("ipc", "ipc, in turn", "offloaded", "offloaded, in turn", "loaded back", "group", "disk")
 
@@ -131,14 +131,6 @@ def measure(way: str, number: int, trainer, server, folder: Path, group, sampled
     return row
 
 
-def write(path: Path, rows: list[dict]) -> None:
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, names)
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -166,7 +158,7 @@ def main() -> int:
         print(f"server after {server.start_seconds:.0f} s", flush=True)
         rows = [{"stage": "1 GiB host to device", "seconds": (1 << 30) / 1e9 / (rate := host_to_device()), "gigabytes": rate}]
         rows += stages(trainer)
-        write(options.out / "sync_stages.csv", rows)
+        write_rows(options.out / "sync_stages.csv", rows)
         print(*rows, sep="\n", flush=True)
         runs = []
         with SyncGroup(server, "gloo") as group:
@@ -177,7 +169,7 @@ def main() -> int:
                     print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
                     if number:
                         runs.append(row)
-                        write(options.out / "sync_ways.csv", runs)
+                        write_rows(options.out / "sync_ways.csv", runs)
         return 0
     finally:
         server.stop()

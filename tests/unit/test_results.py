@@ -16,6 +16,7 @@ from helpers.results import (
     NotebookRun,
     ResultError,
     check_expectations,
+    write_rows,
     read_metrics,
 )
 
@@ -237,3 +238,10 @@ def test_results_series_and_report_need_no_engine():
         check=True,
         env=os.environ | {"PYTHONPATH": str(results.PROJECT_ROOT)},
     )
+
+
+def test_rows_of_different_names_become_one_table(tmp_path):
+    write_rows(tmp_path / "x.csv", [{"a": 1, "b": 2.5}, {"a": 3, "c": "x"}])
+    assert (tmp_path / "x.csv").read_text() == "a,b,c\n1,2.5,\n3,,x\n"
+    with pytest.raises(ResultError, match="columns of one length"):
+        write_rows(tmp_path / "y.csv", [])
