@@ -58,6 +58,30 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: str = "k3") 
     return torch.expm1(-held) + held
 
 
+def straight_through_kl(logprobs: Tensor, reference_logprobs: Tensor, kind: str = "k3") -> Tensor:
+    """A KL loss term with the value of one estimator and the gradient of k2, the right one.
+
+    logprobs, reference_logprobs: [B, S], as in `kl_estimate`; logprobs with gradient.
+    kind: whose value it has, "k3" (verl's "k3+") or "k1" ("k1+"); "k2" is k2 itself.
+    Returns [B, S] in nats: k2 - sg[k2] + sg[kind], sg = no gradient. Nothing is masked.
+    So what is logged is an estimate with the right expected value, and what is descended is,
+    in expectation, KL(policy || reference).
+    Source: verl's kl_penalty.
+    Raises ValueError: as `kl_estimate`.
+
+    Three tokens as in `kl_estimate`: k3's values; the gradient is k2's, the log ratio.
+    >>> policy = torch.tensor([[0.25, 0.5, 0.5]]).log().requires_grad_()
+    >>> reference = torch.tensor([[0.5, 0.5, 0.25]]).log()
+    >>> estimate = straight_through_kl(policy, reference)
+    >>> estimate.detach()
+    tensor([[0.3069, 0.0000, 0.1931]])
+    >>> torch.autograd.grad(estimate.sum(), policy)[0]
+    tensor([[-0.6931,  0.0000,  0.6931]])
+    """
+    k2 = kl_estimate(logprobs, reference_logprobs, "k2")
+    return k2 - k2.detach() + kl_estimate(logprobs, reference_logprobs, kind).detach()
+
+
 def _check(logprobs: Tensor, reference_logprobs: Tensor, kind: str) -> None:
     if kind not in KINDS:
         raise ValueError(f"unknown KL estimator {kind!r}; use one of {', '.join(KINDS)}")

@@ -10,6 +10,7 @@ its gradient (Megatron-Core's `calculate_per_token_loss`).
 | DAPO (2503.14476) | clip_high=0.28, normaliser="token" |
 | Dr. GRPO (2503.20783) | normaliser="constant", advantages of kind "mean" |
 | GSPO (2507.18071) | ratio="sequence", normaliser="sequence", clips of a few 1e-4 |
+| CISPO (2506.13585) | cispo_loss |
 | dual clip (1912.09729) | dual_clip=3.0 (the paper) or 10.0 (verl's gpt-oss recipe) |
 """
 
@@ -76,6 +77,54 @@ def clipped_policy_loss(
     total, divisor = reduce_tokens(-objective, mask, normaliser, constant)
     clipped = clipped_tokens(log_ratio.exp(), advantages, clip_low, clip_high, dual_clip)
     metrics = _policy_metrics(current.detach(), old, log_ratio.detach(), clipped, mask)
+    return LossOutput(total, divisor, metrics)
+
+
+def cispo_loss(
+    logprobs: Tensor,
+    batch: Batch,
+    clip_low: float = 1.0,
+    clip_high: float = 4.0,
+    normaliser: str = "token",
+    constant: float | None = None,
+) -> LossOutput:
+    """CISPO: the policy gradient with a clipped importance weight; no token stops learning.
+
+    logprobs, batch: as in `clipped_policy_loss`.
+    clip_low, clip_high: the weight's range is [1 - clip_low, 1 + clip_high]; clip_low = 1 is no
+        lower limit, as in the paper, and clip_high = 4 is ScaleRL's largest weight of 5.
+    normaliser, constant: as in `clipped_policy_loss`.
+        total = -sum_t sg[clip(pi / pi_old)] * A * log pi          sg = no gradient
+    The gradient of token t is -(clipped weight) * A, also where the weight is clipped: PPO's clip
+    drops such tokens (often the rare ones at which an answer turns), this one only bounds them.
+    The total's value means nothing by itself (it is not the objective); only its gradient does.
+    Metrics as in `clipped_policy_loss`, but clip_fraction counts weights at a limit: their tokens
+    keep their gradient.
+    Sources: arXiv 2506.13585 (MiniMax-M1); 2510.13786 (ScaleRL); TRL's loss_type "cispo".
+    Raises ValueError: as `clipped_policy_loss`.
+
+    Three tokens, ratios 0.5, 1 and 8, advantage 1: the 8 is cut to 5 and still learns.
+    >>> one = torch.ones(1, 3)
+    >>> ids = torch.zeros(1, 3, dtype=torch.int64)
+    >>> old = torch.tensor([[0.5, 0.5, 0.125]]).log()
+    >>> new = torch.tensor([[0.25, 0.5, 1.0]]).log().requires_grad_()
+    >>> output = cispo_loss(new, Batch(ids, ids, ids, one, old, one, torch.tensor([0])))
+    >>> torch.autograd.grad(output.total, new)[0]
+    tensor([[-0.5000, -1.0000, -5.0000]])
+    >>> round(output.total.item(), 4)  # 0.5 log 4 + log 2 + 5 log 1
+    1.3863
+    """
+    _check_options(clip_low, clip_high, "token", None, normaliser, constant)
+    _check_shape(logprobs, batch)
+    mask = batch.loss_mask
+    current, old, advantages = (
+        _fill_masked(x, mask) for x in (logprobs, batch.rollout_logprobs, batch.advantages)
+    )
+    log_ratio = token_log_ratio(current.detach(), old, mask)
+    ratio = log_ratio.exp()
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    total, divisor = reduce_tokens(-weight * advantages * current, mask, normaliser, constant)
+    metrics = _policy_metrics(current.detach(), old, log_ratio, weight != ratio, mask)
     return LossOutput(total, divisor, metrics)
 
 

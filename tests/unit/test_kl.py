@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import kl as module
-from helpers.kl import KINDS, kl_estimate
+from helpers.kl import KINDS, kl_estimate, straight_through_kl
 
 quick = settings(max_examples=60, deadline=None)
 logit_rows = st.lists(st.floats(-2, 2), min_size=3, max_size=5)
@@ -120,3 +120,42 @@ def test_messages():
         kl_estimate(torch.zeros(1, 2), torch.zeros(1, 2), "k4")
     with pytest.raises(ValueError, match=r"shape \(1, 2\) and reference logprobs \(1, 3\)"):
         kl_estimate(torch.zeros(1, 2), torch.zeros(1, 3), "k1")
+
+
+@quick
+@given(st.lists(st.floats(-15, 0), min_size=1, max_size=4), st.floats(-15, 0), st.sampled_from(KINDS))
+def test_straight_through_has_the_value_of_its_kind_and_the_gradient_of_k2(row, reference, kind):
+    logprobs = torch.tensor([row], dtype=torch.float64, requires_grad=True)
+    others = torch.full_like(logprobs, reference)
+    estimate = straight_through_kl(logprobs, others, kind)
+    assert torch.equal(estimate, kl_estimate(logprobs, others, kind))
+    gradient = torch.autograd.grad(estimate.sum(), logprobs)[0]
+    assert torch.equal(gradient, (logprobs - others).detach())  # of d^2 / 2
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_straight_through_descends_the_kl_that_it_reports(kind):
+    """k1 and k3 alone have the value, but not this gradient (tests above)."""
+
+    def expected(logits):
+        logprobs = logits.log_softmax(-1)
+        weights = logprobs.exp().detach()
+        return (weights * straight_through_kl(logprobs, REFERENCE.log(), kind)).sum()
+
+    true = divergence(POLICY_LOGITS.softmax(-1), REFERENCE)
+    torch.testing.assert_close(expected(POLICY_LOGITS), true)
+    wanted = gradient_at_policy(lambda x: divergence(x.softmax(-1), REFERENCE))
+    torch.testing.assert_close(gradient_at_policy(expected), wanted)
+
+
+def test_straight_through_gives_the_reference_no_gradient_of_its_own_kind():
+    logprobs, reference = torch.tensor([[-1.0]]), torch.tensor([[-3.0]], requires_grad=True)
+    value = straight_through_kl(logprobs, reference).sum()
+    assert torch.autograd.grad(value, reference)[0].item() == -2.0  # k2's: -(d), not k3's exp(-d) - 1
+
+
+def test_straight_through_messages():
+    with pytest.raises(ValueError, match="unknown KL estimator 'k3\\+'; use one of k1, k2, k3"):
+        straight_through_kl(torch.zeros(1, 2), torch.zeros(1, 2), "k3+")
+    with pytest.raises(ValueError, match=r"shape \(1, 2\) and reference logprobs \(1, 3\)"):
+        straight_through_kl(torch.zeros(1, 2), torch.zeros(1, 3))

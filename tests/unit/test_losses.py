@@ -16,6 +16,7 @@ from helpers.collate import collate
 from helpers.losses import (
     NORMALISERS,
     RATIOS,
+    cispo_loss,
     clipped_objective,
     clipped_policy_loss,
     clipped_tokens,
@@ -315,3 +316,113 @@ def test_a_wrong_shape_says_what_to_pass(loss):
     batch, logprobs = random_case(0)
     with pytest.raises(ValueError, match="pass the logprob of batch.labels at every position"):
         loss(logprobs[:, 1:], batch)
+
+
+def cispo_value_and_gradient(logprobs, batch, **keywords):
+    logprobs = logprobs.detach().clone().requires_grad_()
+    output = cispo_loss(logprobs, batch, **keywords)
+    return output, torch.autograd.grad(output.total, logprobs)[0]
+
+
+def cispo_by_plain_python(logprobs, batch, low, high, normaliser):
+    """(total, weights): the loss with loops and floats, weights {(row, position): clipped weight}."""
+    total, weights = 0.0, {}
+    columns = (logprobs, batch.rollout_logprobs, batch.advantages, batch.loss_mask)
+    for row, (new, old, adv, mask) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        kept = [i for i, m in enumerate(mask) if m]
+        for i in kept:
+            weights[row, i] = min(max(math.exp(new[i] - old[i]), 1 - low), 1 + high)
+            share = len(kept) if normaliser == "sequence" else 1
+            total -= weights[row, i] * adv[i] * new[i] / share
+    return total, weights
+
+
+@quick
+@given(SEEDS, st.sampled_from(NORMALISERS), st.sampled_from([(1.0, 4.0), (0.2, 0.28), (0.0, 0.0)]))
+def test_cispo_agrees_with_plain_python(seed, normaliser, clips):
+    batch, logprobs = random_case(seed, spread=1.0)
+    constant = 7.0 if normaliser == "constant" else None
+    output = cispo_loss(logprobs, batch, *clips, normaliser=normaliser, constant=constant)
+    total, weights = cispo_by_plain_python(logprobs, batch, *clips, normaliser)
+    assert output.total.item() == pytest.approx(total, rel=1e-4, abs=1e-5)
+    divisors = {"token": len(weights), "sequence": 4, "constant": 4 * 7.0}
+    assert output.normaliser.item() == divisors[normaliser]
+
+
+@quick
+@given(SEEDS)
+def test_cispos_gradient_is_the_clipped_weight_also_where_clipped(seed):
+    batch, logprobs = random_case(seed, spread=1.0)
+    output, gradient = cispo_value_and_gradient(logprobs, batch, clip_low=0.2, clip_high=0.28)
+    _, weights = cispo_by_plain_python(logprobs, batch, 0.2, 0.28, "token")
+    expected = torch.zeros(batch.size)
+    for where, weight in weights.items():
+        expected[where] = -weight * batch.advantages[where]
+    torch.testing.assert_close(gradient, expected)
+    ratio = (logprobs - batch.rollout_logprobs).exp()
+    held = ((ratio < 0.8) | (ratio > 1.28)) & (batch.loss_mask > 0)
+    assert output.metrics["clip_fraction"][0] == held.sum()
+    assert (gradient[held] != 0).all()
+
+
+def test_cispo_learns_where_ppo_stops():
+    """Ratio 4 with advantage 1: above PPO's limit and below CISPO's; at 16 CISPO holds the weight at 5."""
+    batch, new = one_row([0.2, 0.05], [0.8, 0.8], advantage=1.0)
+    assert not torch.autograd.grad(clipped_policy_loss(new, batch).total, new)[0].any()
+    gradient = torch.autograd.grad(cispo_loss(new, batch).total, new)[0]
+    torch.testing.assert_close(gradient, torch.tensor([[-4.0, -5.0]], dtype=torch.float64))
+
+
+@quick
+@given(SEEDS)
+def test_cispo_on_policy_is_the_policy_gradient(seed):
+    batch, _ = random_case(seed)
+    output, gradient = cispo_value_and_gradient(batch.rollout_logprobs, batch)
+    torch.testing.assert_close(gradient, -batch.advantages)
+    assert output.metrics["clip_fraction"][0] == 0
+
+
+@pytest.mark.parametrize("junk", [0.0, 1e9, -1e9, math.inf, -math.inf, math.nan])
+def test_cispo_padding_reaches_neither_value_nor_gradient(junk):
+    batch, logprobs = random_case(1)
+    output, gradient = cispo_value_and_gradient(logprobs, batch)
+    padded = logprobs.masked_fill(batch.loss_mask == 0, junk)
+    other, other_gradient = cispo_value_and_gradient(padded, batch)
+    assert torch.equal(output.total, other.total) and torch.equal(gradient, other_gradient)
+    assert all(torch.equal(output.metrics[k][0], other.metrics[k][0]) for k in output.metrics)
+
+
+@quick
+@given(SEEDS, st.integers(1, 4))
+def test_cispo_micro_batches_add_up_to_the_whole(seed, micro):
+    batch, logprobs = random_case(seed)
+    whole = cispo_loss(logprobs, batch)
+    slices = [slice(i, i + micro) for i in range(0, 4, micro)]
+    parts = [cispo_loss(logprobs[s], batch.rows(s)) for s in slices]
+    torch.testing.assert_close(sum(o.total for o in parts), whole.total, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sum(o.normaliser for o in parts), whole.normaliser)
+
+
+def test_cispo_has_the_metrics_of_the_clipped_loss_without_gradient():
+    batch, logprobs = random_case(2)
+    output = cispo_loss(logprobs.requires_grad_(), batch)
+    assert output.metrics.keys() == clipped_policy_loss(logprobs, batch).metrics.keys()
+    assert not any(total.requires_grad for total, _ in output.metrics.values())
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"normaliser": "mean"}, "unknown normaliser 'mean'"),
+        ({"normaliser": "constant"}, "constant is None; pass the token budget"),
+        ({"constant": 8}, "constant=8 has no effect"),
+        ({"clip_low": 1.5}, "clip_low=1.5 and clip_high=4.0 give no range"),
+        ({"clip_high": -0.1}, "give no range around a ratio of 1"),
+    ],
+)
+def test_cispo_messages(keywords, message):
+    batch, logprobs = random_case(0)
+    with pytest.raises(ValueError, match=message):
+        cispo_loss(logprobs, batch, **keywords)
+    with pytest.raises(ValueError, match="pass the logprob of batch.labels at every position"):
+        cispo_loss(logprobs[:, 1:], batch)
