@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from helpers.anatomy import parameter_table, total_parameters
 from helpers.processes import process_tree, pss
 from helpers.profiles import Profile
-from helpers.trainer import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from helpers.trainer import MegatronTrainer
 
 _BYTES = {"float32": 4, "bfloat16": 2}
+CHUNK_BYTES = 256 << 20  # of one fp32 copy of the logits that the trainer's loss works on at a time
 
 
 # --- predicted --------------------------------------------------------------------------------------------------------
@@ -374,6 +374,24 @@ def card_used() -> int:
     by_name = first.startswith("GPU-")
     handle = pynvml.nvmlDeviceGetHandleByUUID(first) if by_name else pynvml.nvmlDeviceGetHandleByIndex(int(first))
     return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+
+
+def settled_card_use(still: float = 0.5, patience: float = 20.0) -> int:
+    """card_used() once it has not moved by more than a MiB for `still` seconds: a release is answered before the memory is
+    back (slime 579). Raises TimeoutError after `patience` seconds.
+    """
+    deadline = time.monotonic() + patience
+    level, since = card_used(), time.monotonic()
+    while time.monotonic() < deadline:
+        if time.monotonic() - since >= still:
+            return level
+        time.sleep(0.1)
+        now = card_used()
+        if abs(now - level) > 1 << 20:
+            level, since = now, time.monotonic()
+    raise TimeoutError(
+        f"GPU memory does not stand still within {patience:.0f} s, now {level / 1e9:.2f} GB: what else runs here?"
+    )
 
 
 class CardPeak:

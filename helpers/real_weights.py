@@ -563,7 +563,7 @@ def group_advantages_of(session: Session, entry: Entry) -> str:
 
 def compare_engines(session: Session, entry: Entry) -> str:
     """Load Megatron from the served checkpoint and compare its logprobs of the answers with those of the rollout."""
-    from helpers.kl import kl_estimate
+    from helpers.corrections import mismatch
     from helpers.trainer import MegatronTrainer
 
     trainer = MegatronTrainer(session.settings, session.server.checkpoint)
@@ -574,10 +574,11 @@ def compare_engines(session: Session, entry: Entry) -> str:
     mask = session.batch.loss_mask.bool()
     ours, rollout = session.before[mask], session.batch.rollout_logprobs[mask]
     gap = (ours - rollout).abs()
+    apart = mismatch(session.before, session.batch.rollout_logprobs, session.batch.loss_mask)
     entry.numbers |= {
         "logprob_gap_mean_nats": gap.mean().item(), "logprob_gap_max_nats": gap.max().item(), "tokens": gap.numel(),
-        "generation_kl_k1_nats": kl_estimate(rollout, ours, "k1").mean().item(),
-        "generation_kl_k3_nats": kl_estimate(rollout, ours, "k3").mean().item(),
+        "generation_kl_k1_nats": apart.generation_kl_k1.item(),
+        "generation_kl_k3_nats": apart.generation_kl_k3.item(),
         "logprob_seconds": round(seconds, 3), "tokens_per_second": round(session.batch.tokens.numel() / seconds, 1),
         **gpu_peak(session.settings),
     }  # fmt: skip

@@ -92,13 +92,18 @@ def recorded_label(profile: str, notebook: str, root: Path | None = None) -> str
     if not (folder / "metrics.json").is_file():
         return ""
     record = read_metrics(folder / "metrics.json")
+    return f"RECORDED, not run here: profile {profile}, {_where_and_when(record, load_profile(profile).trainer.ranks)}"
+
+
+def _where_and_when(record: Mapping, used: int) -> str:
+    """Card, versions, date and commit of a record. used: how many of the machine's cards took part."""
     hardware, packages = record["hardware"], record["versions"]
     names = ("torch", "sglang", "megatron-core", "transformer-engine")
     stack = ", ".join(f"{name} {packages[name]}" for name in names if name in packages)
-    cards, used = hardware["gpus"], load_profile(profile).trainer.ranks
+    cards = hardware["gpus"]
     others = f" of {len(cards)} in the machine" if len(cards) > used else ""
     card = f"{used} {cards[0]}{others} (driver {hardware['driver']})" if cards else f"{hardware['cores']} CPU cores"
-    return f"RECORDED, not run here: profile {profile}, {card}, {stack}, {record.get('date', 'date unknown')}, commit {record['commit'][:7]}"
+    return f"{card}, {stack}, {record.get('date', 'date unknown')}, commit {record['commit'][:7]}"
 
 
 def show_recorded(profile: str, notebook: str, name: str) -> None:
@@ -122,12 +127,7 @@ def recorded_rows(name: str) -> list[dict[str, str]]:
     folder = PROJECT_ROOT / "tests" / "gpu" / "recorded"
     about = json.loads((folder / "about.json").read_text())
     facts = about[name] if "same as" not in about[name] else about[about[name]["same as"]]
-    cards, versions = facts["hardware"]["gpus"], facts["versions"]
-    print(
-        f"RECORDED, not run here: 1 {cards[0]} (driver {facts['hardware']['driver']}), torch {versions['torch']}, sglang "
-        f"{versions['sglang']}, megatron-core {versions['megatron-core']}, {facts['date']}, commit {facts['commit'][:7]}\n"
-        f"  {facts['command']}\n  {facts['note']}"
-    )
+    print(f"RECORDED, not run here: {_where_and_when(facts, used=1)}\n  {facts['command']}\n  {facts['note']}")
     with (folder / name).open(newline="") as file:
         return list(csv.DictReader(file))
 

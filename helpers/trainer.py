@@ -21,6 +21,7 @@ from helpers.bridge import (
 )  # fmt: skip
 from helpers.checkpoints import save_streamed
 from helpers.losses import clipped_policy_loss
+from helpers.memory import CHUNK_BYTES
 from helpers.offload import PARTS, OffloadError, TrainerMemory, Where, staged_tasks
 from helpers.profiles import Profile
 from helpers.records import Batch, LossOutput
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Loss = Callable[["Tensor", Batch], LossOutput]
-CHUNK_BYTES = 256 << 20  # of one fp32 copy of the logits that the loss works on at a time
 
 
 def policy_loss(settings: Profile) -> Loss:

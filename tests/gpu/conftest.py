@@ -366,29 +366,10 @@ def trainer_logprobs(trainer, tokens, prompts):
 
 @pytest.fixture(scope="session")
 def used():
-    """(still=0.5) -> bytes in use on GPU 0 by NVML, once they have not moved by more than a MiB for `still` seconds: a release
-    is answered before the memory is back (slime 579). Of the whole card, since containers hide whose they are: nothing else
-    may run on it."""
-    import pynvml
+    """helpers.memory.settled_card_use. Of the whole card, since containers hide whose memory is whose: nothing else may run on it."""
+    from helpers.memory import settled_card_use
 
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-
-    def settled(still: float = 0.5, patience: float = 20.0) -> int:
-        deadline = time.monotonic() + patience
-        level, since = pynvml.nvmlDeviceGetMemoryInfo(handle).used, time.monotonic()
-        while time.monotonic() < deadline:
-            if time.monotonic() - since >= still:
-                return level
-            time.sleep(0.1)
-            now = pynvml.nvmlDeviceGetMemoryInfo(handle).used
-            if abs(now - level) > 1 << 20:
-                level, since = now, time.monotonic()
-        pytest.fail(
-            f"GPU memory does not stand still within {patience:.0f} s, now {level / 1e9:.2f} GB: what else runs here?"
-        )
-
-    return settled
+    return settled_card_use
 
 
 @pytest.fixture

@@ -12,11 +12,10 @@ may run on it.
 
 import argparse
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 
-from helpers.memory import card_used
+from helpers.memory import settled_card_use
 from helpers.profiles import load_profile
 from helpers.results import write_rows
 
@@ -28,18 +27,6 @@ WAYS = {  # name -> changes of the profile, further arguments of the server
     "graphs": ({"rollout.kv_saver": "hook", "rollout.saver_graphs": True}, ()),
     "backup": ({"rollout.kv_saver": "hook"}, ("--enable-weights-cpu-backup",)),
 }
-
-
-def settled(patience: float = 5.0) -> int:
-    """Bytes in use once two readings agree: a release is answered before the memory is back (slime 579)."""
-    before, deadline = card_used(), time.monotonic() + patience
-    while time.monotonic() < deadline:
-        time.sleep(0.25)
-        now = card_used()
-        if abs(now - before) < 1 << 20:
-            break
-        before = now
-    return now
 
 
 def prompts(settings) -> list[list[int]]:
@@ -69,10 +56,10 @@ def one_way(way: str, options, checkpoint: Path) -> tuple[list[dict], list[dict]
     settings = load_options(options, **changes)
     rollout = replace(settings.rollout, server_arguments=settings.rollout.server_arguments + arguments)
     settings = replace(settings, rollout=rollout)
-    empty, rows = settled(), []
+    empty, rows = settled_card_use(), []
 
     def note(stage: str, seconds: float = 0.0, difference: float | str = "") -> int:
-        held = settled() - empty
+        held = settled_card_use() - empty
         row = {"way": way, "stage": stage, "gigabytes": held / 1e9, "seconds": seconds, "logprob_gap": difference}
         rows.append(row)
         print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
@@ -93,10 +80,10 @@ def one_way(way: str, options, checkpoint: Path) -> tuple[list[dict], list[dict]
         cycles = []
         for cycle in range(options.cycles if way == options.cycle else 0):
             released = server.release_memory()
-            low = settled() - empty
+            low = settled_card_use() - empty
             resumed = server.resume_memory()
             server.load_weights(checkpoint)
-            high = settled() - empty
+            high = settled_card_use() - empty
             difference = gap(logprobs(server, settings), before)
             cycles.append({
                 "cycle": cycle, "released_gigabytes": low / 1e9, "resumed_gigabytes": high / 1e9,

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 
 from helpers.profiles import load_profile
@@ -98,37 +99,43 @@ def measure(way: str, number: int, trainer, server, folder: Path, group, sampled
     """One run of one way. sampled: its memory peaks above the state in which it starts; else its seconds, undisturbed."""
     import torch
 
-    from helpers.memory import CardPeak, MemoryTimeline
-
     if way.startswith(("offloaded", "loaded back")):
         trainer.memory.offload()
     torch.cuda.empty_cache()
+    run = partial(one_sync, way, trainer, server, folder, group)
+    row = peaks_of(run, trainer, server) if sampled else seconds_of(run)
+    trainer.memory.load_back()
+    return {"way": way, "run": "memory" if sampled else number} | row
+
+
+def seconds_of(run) -> dict:
+    report, moving = run()
+    return {
+        "gigabytes": report.megabytes / 1e3, "move_seconds": moving, "export_seconds": report.export_seconds,
+        "send_seconds": report.send_seconds, "transfer_seconds": report.transfer_seconds,
+        "total_seconds": moving + report.seconds, "buckets": report.buckets,
+    }  # fmt: skip
+
+
+def peaks_of(run, trainer, server) -> dict:
+    """Peaks above the start, in GB: of the card, of torch's allocations in the trainer, and of both programs' host memory."""
+    import torch
+
+    from helpers.memory import CardPeak, MemoryTimeline
+
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    if not sampled:
-        report, moving = one_sync(way, trainer, server, folder, group)
-    else:
-        with CardPeak() as card, MemoryTimeline([os.getpid(), server.pid], interval=0.1) as host:
-            host.sample()
-            report, moving = one_sync(way, trainer, server, folder, group)
-        totals = {}
-        for seconds, _, _, _, size in host.rows:
-            totals[seconds] = totals.get(seconds, 0) + size
-        blocks = sum(len(block.data) for block in trainer.memory._blocks.values())
-        row = {
-            "way": way, "run": "memory", "card_extra_gb": card.extra / 1e9,
-            "trainer_extra_gb": (torch.cuda.max_memory_allocated() - before) / 1e9,
-            "host_extra_gb": (max(totals.values()) - totals[min(totals)]) / 1e9, "host_pinned_gb": blocks / 1e9,
-        }  # fmt: skip
-        trainer.memory.load_back()
-        return row
-    row = {
-        "way": way, "run": number, "gigabytes": report.megabytes / 1e3, "move_seconds": moving,
-        "export_seconds": report.export_seconds, "send_seconds": report.send_seconds,
-        "transfer_seconds": report.transfer_seconds, "total_seconds": moving + report.seconds, "buckets": report.buckets,
+    with CardPeak() as card, MemoryTimeline([os.getpid(), server.pid], interval=0.1) as host:
+        host.sample()
+        run()
+    totals = {}
+    for seconds, _, _, _, size in host.rows:
+        totals[seconds] = totals.get(seconds, 0) + size
+    blocks = sum(len(block.data) for block in trainer.memory._blocks.values())
+    return {
+        "card_extra_gb": card.extra / 1e9, "trainer_extra_gb": (torch.cuda.max_memory_allocated() - before) / 1e9,
+        "host_extra_gb": (max(totals.values()) - totals[min(totals)]) / 1e9, "host_pinned_gb": blocks / 1e9,
     }  # fmt: skip
-    trainer.memory.load_back()
-    return row
 
 
 def main() -> int:

@@ -22,7 +22,6 @@ GPU time on one H200 for --part all with profile gpu: an estimate of 80 + 70 s f
 """
 
 import argparse
-import csv
 import dataclasses
 import functools
 import importlib.util
@@ -41,6 +40,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from helpers.profiles import Profile, load_profile
+from helpers.results import write_rows
 from helpers.throughput import (
     Rates, forward_flops, model_flop_utilisation, rollout_limit, training_flops, training_limit,
 )  # fmt: skip
@@ -93,10 +93,7 @@ class Run:
         rows = self.tables.setdefault(table, [])
         rows.append(values)
         print(table, {k: round(v, 4) if isinstance(v, float) else v for k, v in values.items()}, flush=True)
-        with (self.options.out / f"{table}.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0].keys())
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(self.options.out / f"{table}.csv", rows)
         return values
 
     def synchronise(self) -> None:

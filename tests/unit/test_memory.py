@@ -251,3 +251,16 @@ def test_the_loss_over_a_large_vocabulary_holds_a_piece_not_all_of_it():
     assert memory.predicted_loss_bytes(settings, 4096, backward=False) == logits + 5 * chunk
     assert memory.predicted_loss_bytes(settings, 4096, backward=True) == 3 * logits + 5 * chunk
     assert memory.predicted_loss_bytes(CPU, 10, backward=False) == 10 * 64 * 4 * 6
+
+
+def test_card_use_is_read_when_it_stands_still(monkeypatch):
+    readings = iter([5 << 30, 3 << 30, 1 << 30, *[1 << 30] * 100])
+    monkeypatch.setattr(memory, "card_used", lambda: next(readings))
+    assert memory.settled_card_use(still=0.15, patience=5) == 1 << 30
+
+
+def test_card_use_that_never_stands_still_is_an_error(monkeypatch):
+    readings = iter(range(0, 1 << 40, 1 << 30))
+    monkeypatch.setattr(memory, "card_used", lambda: next(readings))
+    with pytest.raises(TimeoutError, match="does not stand still within 0 s"):
+        memory.settled_card_use(still=0.3, patience=0.4)

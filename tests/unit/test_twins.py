@@ -1,12 +1,16 @@
 """Text twins: same text, same bytes; out of step and out of form are told."""
 
 import json
+import re
+import subprocess
+import sys
 
 import pytest
 
 pytest.importorskip("jupytext")
 
 from helpers import twins  # noqa: E402
+from helpers.profiles import PROJECT_ROOT  # noqa: E402
 
 HEADER = """# ---
 # jupyter:
@@ -137,3 +141,21 @@ def test_unknown_names_are_refused(folder, capsys):
     _write(folder, GOOD)
     assert twins.main(["write", "09", "--notebooks", str(folder)]) == 2
     assert "no text twin 09" in capsys.readouterr().err
+
+
+PREPARED = [  # the others start no engine
+    twin for twin in sorted((PROJECT_ROOT / "notebooks" / "text").glob("[0-9][0-9]_*.py"))
+    if "\nprepare_kernel(settings)" in twin.read_text()
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("twin", PREPARED, ids=lambda path: path.stem)
+def test_nothing_brings_torch_before_the_kernel_is_prepared(twin):
+    """prepare_kernel sets what torch and the engines read when they are imported: device, threads, compiler."""
+    before = twin.read_text().split("\nprepare_kernel(settings)")[0]
+    imports = re.findall(
+        r"^(?:from helpers\S* import (?:\([^)]*\)|[^\n]*)|import \w+)", before, re.MULTILINE
+    )
+    assert len(PREPARED) >= 5 and any("prepare_kernel" in line for line in imports)
+    code = "\n".join([*imports, "import sys", "sys.exit('torch' in sys.modules)"])
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, cwd=PROJECT_ROOT).returncode == 0
