@@ -276,7 +276,7 @@ def _profiles() -> dict[str, Profile]:
         "gpu-20b": Profile(
             name="gpu-20b", model=harmony_20b, task="even-tokens", heldout=32, sampling=long_answers,
             batch=BatchSettings(prompts=8, group_size=8), warm_start=WarmStartSettings(steps=0),
-            trainer=TrainerSettings(freeze_experts=True, micro_batch=2, learning_rate=1e-5),
+            trainer=TrainerSettings(freeze_experts=True, micro_batch=4, learning_rate=1e-5),
             **{**one_gpu, "rollout": in_turns},
         ),
         "cluster": Profile(

@@ -7,7 +7,8 @@ out, advantages, trainer against server, update, sync. Each step is an entry of 
 every step and holds neither paths nor the names of user and host, so that it can be shared.
 
 Profile gpu-20b holds server and trainer on one GPU: 42 GB of weights each, and 25 GB of gradients and Adam for what is trained
-(the experts are frozen), so it is meant for 141 GB. An MXFP4 checkpoint is copied to runs/ in bfloat16 (42 GB of disk) first.
+(the experts are frozen), so it is meant for 141 GB; the server hands its memory over while the trainer takes its step. An MXFP4
+checkpoint is copied to runs/ in bfloat16 (42 GB of disk) first.
 Left out by default, and the result says so: the doctor's comparison with transformers (--max-reference-gb).
 
 Exit code: 0 all of it is right, 1 something is wrong, 2 bad usage, 3 nothing is wrong, but something could not be compared.
@@ -614,7 +615,12 @@ def judge_gap(case: Case, numbers: Mapping[str, float]) -> str:
 
 
 def update(session: Session, entry: Entry) -> str:
-    """One optimizer step; what it says, whether sinks have gradients, and how far the answers' logprobs moved."""
+    """One optimizer step; what it says, whether sinks have gradients, and how far the answers' logprobs moved.
+
+    Meanwhile the server's memory is the trainer's, where the profile has the memory saver; `sync` fills it again.
+    """
+    session.served = served_answers(session), served_answers(session)
+    session.server.release_memory()
     stats = session.trainer.update(session.batch)
     entry.numbers |= {name: value for name, value in stats.items() if name != "seconds"} | {
         "update_seconds": round(stats["seconds"], 3),
@@ -622,6 +628,7 @@ def update(session: Session, entry: Entry) -> str:
         **sink_gradients(session.trainer), **gpu_peak(session.settings),
     }  # fmt: skip
     session.after = session.trainer.logprobs(session.batch)
+    session.server.resume_memory()
     moved = (session.after - session.before)[session.batch.loss_mask.bool()].abs().mean().item()
     entry.numbers["logprob_change_mean_nats"] = moved
     if not entry.numbers["grad_norm"] > 0:
@@ -682,11 +689,9 @@ def sync(session: Session, entry: Entry) -> str:
     """Send the new weights; the server's logprobs of the same answers have to move and to be the trainer's again."""
     from helpers.weight_sync import sync_weights
 
-    rows = _spread(session.episodes, SCORED)
-    served = partial(served_logprobs, session.server, [session.episodes[i] for i in rows])
-    before, again = served(), served()
+    before, again = session.served
     report = sync_weights(session.trainer, session.server, "step-1")
-    after = served()
+    after, rows = served_answers(session), _spread(session.episodes, SCORED)
     old, new = (_completion_values(t, session.episodes, rows) for t in (session.before, session.after))
     evidence = SyncEvidence(
         _mean_gap(before, again), _mean_gap(before, old), _mean_gap(new, old), _mean_gap(after, before),
@@ -724,6 +729,11 @@ def judge_sync(e: SyncEvidence, tolerance: float | None) -> str:
 def _spread(episodes: Sequence[Episode], count: int) -> list[int]:
     """Indices of `count` episodes, evenly over all groups."""
     return sorted({i * len(episodes) // count for i in range(count)})
+
+
+def served_answers(session: Session) -> Tensor:
+    """The server's present logprobs of SCORED of the answers."""
+    return served_logprobs(session.server, [session.episodes[i] for i in _spread(session.episodes, SCORED)])
 
 
 def served_logprobs(server: RolloutServer, episodes: Sequence[Episode]) -> Tensor:
@@ -771,6 +781,7 @@ class Session:
     batch: Batch | None = None
     trainer: MegatronTrainer | None = None
     before: Tensor | None = None
+    served: tuple[Tensor, Tensor] | None = None  # the server's logprobs of some answers before the update, twice
     after: Tensor | None = None
 
 
@@ -875,10 +886,6 @@ def step_settings(args: argparse.Namespace) -> Profile:
             "trainer.learning_rate": args.learning_rate or rate,
             "rollout.max_running_requests": max(8, args.prompts * args.group_size),
         }  # fmt: skip
-        if profile.device == "cuda":
-            # beside a server that holds 42 GB of weights, a trainer with 42 GB and 25 GB of gradients and Adam has room
-            # for the activations of few answers at a time
-            changes["trainer.micro_batch"] = 1
         settings = load_profile(args.profile, **changes)
     except (ValueError, TypeError) as error:
         raise BadUsage(str(error)) from error

@@ -264,7 +264,7 @@ def _join_group(backend: str, port: int, world: int, name: str, timeout: float):
 
 
 class _Clock:
-    """Seconds between laps, with the GPU's work done."""
+    """Seconds between laps, with the work of the device's present stream done; copies ahead on other streams go on."""
 
     def __init__(self, device: str):
         self.device, self.last = device, time.perf_counter()
@@ -273,7 +273,7 @@ class _Clock:
         if self.device == "cuda":
             import torch
 
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
         now = time.perf_counter()
         passed, self.last = now - self.last, now
         return passed
