@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from helpers.checkpoints import check_megatron_import
 from helpers.profiles import DEVICE_VARIABLE, Profile
-from helpers.upstream_fixes import correct_models
+from helpers.upstream_fixes import correct_models, remember_absent_packages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,6 +69,7 @@ def prepare_process(settings: Profile) -> float:
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.set_verbosity_error()
+    remember_absent_packages()
     return time.perf_counter() - start
 
 

@@ -168,6 +168,8 @@ def figures_table(recorded: Path, chosen: Mapping[str, Sequence[str]] | None = N
     for folder in sorted(p for p in recorded.iterdir() if p.is_dir()):
         record = read_metrics(folder / "metrics.json")
         for name in chosen.get(folder.name, ()):
+            if name not in record["metrics"]:  # a run with SAVE_EVERY = 0 resumes nothing
+                continue
             metric = METRICS[name]
             rows.append(
                 f"| {folder.name[:2]} | `{name}` | {record['metrics'][name]:.4g} | {metric.unit} | {metric.meaning.replace('|', chr(92) + '|')} |"

@@ -69,10 +69,10 @@ use_style()
 from helpers.checkpoints import tokenizer_and_pad
 from helpers.rollout import open_server, roll_out
 from helpers.trainer import MegatronTrainer
-from helpers.warm_start import warm_checkpoint
+from helpers.warm_start import policy_folder, warm_checkpoint
 
-if not (settings.checkpoint("warm") / "config.json").exists():
-    print("no warm-started checkpoint yet: training it now, as notebook 02")
+if not (policy_folder(settings) / "config.json").exists():
+    print("no checkpoint to start from yet: making it now, as notebook 02")
 checkpoint = warm_checkpoint(settings)
 tokenizer, pad_id = tokenizer_and_pad(checkpoint)
 server = open_server(settings, checkpoint)

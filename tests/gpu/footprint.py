@@ -49,19 +49,21 @@ def gap(a, b) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-def one_way(way: str, options, checkpoint: Path) -> tuple[list[dict], list[dict]]:
+def one_way(way: str, options, checkpoint: Path, rows: list[dict]) -> None:
+    """Adds to rows and writes them after every stage: a run that is cut off keeps what it measured."""
     from helpers.rollout import MEMORY_TAGS, RolloutServer
 
     changes, arguments = WAYS[way]
     settings = load_options(options, **changes)
     rollout = replace(settings.rollout, server_arguments=settings.rollout.server_arguments + arguments)
     settings = replace(settings, rollout=rollout)
-    empty, rows = settled_card_use(), []
+    empty = settled_card_use()
 
     def note(stage: str, seconds: float = 0.0, difference: float | str = "") -> int:
         held = settled_card_use() - empty
         row = {"way": way, "stage": stage, "gigabytes": held / 1e9, "seconds": seconds, "logprob_gap": difference}
         rows.append(row)
+        write_rows(options.out / "footprint.csv", rows)
         print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
         return held
 
@@ -89,7 +91,7 @@ def one_way(way: str, options, checkpoint: Path) -> tuple[list[dict], list[dict]
                 "cycle": cycle, "released_gigabytes": low / 1e9, "resumed_gigabytes": high / 1e9,
                 "release_seconds": released, "resume_seconds": resumed, "logprob_gap": difference,
             })  # fmt: skip
-        return rows, cycles
+            write_rows(options.out / "footprint_cycles.csv", cycles)
     finally:
         server.stop()
 
@@ -121,14 +123,11 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     for way in options.ways:
         try:
-            more, cycles = one_way(way, options, checkpoint)
+            one_way(way, options, checkpoint, rows)
         except RolloutError as error:  # what a way cannot do is a result too
             print(way, "failed:", str(error)[-1500:], flush=True)
-            more, cycles = [{"way": way, "stage": "failed", "gigabytes": "", "seconds": "", "logprob_gap": ""}], []
-        rows += more
-        write_rows(options.out / "footprint.csv", rows)
-        if cycles:
-            write_rows(options.out / "footprint_cycles.csv", cycles)
+            rows.append({"way": way, "stage": "failed", "gigabytes": "", "seconds": "", "logprob_gap": ""})
+            write_rows(options.out / "footprint.csv", rows)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,26 @@ def test_a_recorded_gpu_run_shows_what_it_must(profile):
     assert "NVIDIA" in recorded_label(profile, "07_memory")
 
 
-@pytest.mark.parametrize("name", ["footprint.csv", "footprint_cycles.csv", "sync_ways.csv", "sync_stages.csv"])
+BENCHES = sorted(p.name for p in (PROJECT_ROOT / "tests" / "gpu" / "recorded").glob("*.csv"))
+
+
+def test_every_file_of_the_gpu_benches_is_labelled():
+    folder = PROJECT_ROOT / "tests" / "gpu" / "recorded"
+    labelled = json.loads((folder / "about.json").read_text()).keys()
+    assert labelled | {"about.json", "gpu_tests.json"} == {p.name for p in folder.iterdir()} and len(BENCHES) >= 10
+
+
+def test_the_gpu_tests_results_say_where_they_ran():
+    """Forty of 42 held on the card; the other two are told in the README with what was wrong in the tests."""
+    found = json.loads((PROJECT_ROOT / "tests" / "gpu" / "recorded" / "gpu_tests.json").read_text())
+    assert "H200" in str(found["hardware"]) and len(found["commit"]) == 40 and found["versions"]["sglang"]
+    failed = sorted(name.rpartition("::")[2] for name, outcome in found["outcomes"].items() if outcome != "passed")
+    readme = (PROJECT_ROOT / "tests" / "gpu" / "README.md").read_text()
+    assert all(name in readme for name in failed)
+    assert f"{sum(o == 'passed' for o in found['outcomes'].values())} of {len(found['outcomes'])}" in readme
+
+
+@pytest.mark.parametrize("name", BENCHES)
 def test_every_recorded_bench_says_where_it_ran(name, capsys):
     rows = recorded_rows(name)
     label = capsys.readouterr().out
