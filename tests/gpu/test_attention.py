@@ -144,7 +144,14 @@ def test_preflight_names_the_backend_that_the_trainer_takes(
 
 
 def test_preflight_says_what_packed_sequences_would_take(card, settings, facts):
-    """THD needs cuDNN >= 9.18 (verl 5224): what is pinned here has it."""
+    """THD needs cuDNN >= 9.18 (verl 5224), which the lock has; a node's own torch may bring an older one."""
+    from transformer_engine.pytorch.utils import get_cudnn_version
+
+    if get_cudnn_version() < (9, 18, 0):
+        with pytest.raises(NotReady, match=r"UnfusedDotProductAttention in THD: cuDNN .* install nvidia-cudnn 9\.18") as refusal:
+            attention_report(settings, packed=True)
+        facts["attention, packed"] = str(refusal.value)
+        return
     report = attention_report(settings, packed=True)
     facts["attention, packed"] = str(report)
     assert report.backend == "FusedAttention" and report.layout == "THD"
