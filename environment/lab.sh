@@ -6,7 +6,7 @@ set -uo pipefail
 
 usage() {
     cat <<'TEXT'
-bash environment/lab.sh [--profile cpu|gpu|gpu-20b|cluster] [options of jupyter lab]
+bash environment/lab.sh [--profile cpu|gpu|gpu-20b|cluster|verl-4394] [options of jupyter lab]
 
 The same set-up as environment/run.sh, then JupyterLab in notebooks/, for this machine only (127.0.0.1), with a
 token that is in the address it prints. From another computer: ssh -L 8888:127.0.0.1:8888 THIS-MACHINE

@@ -6,7 +6,7 @@ set -uo pipefail
 
 usage() {
     cat <<'TEXT'
-bash environment/run.sh [--profile cpu|gpu|gpu-20b|cluster] [--only NN ...] [options of the series]
+bash environment/run.sh [--profile cpu|gpu|gpu-20b|cluster|verl-4394] [--only NN ...] [options of the series]
 
 Sets everything up in .venv (profile cpu) or .venv-gpu (the others), then runs the notebooks with papermill.
 The first start installs several GB; later starts find the environment ready.

@@ -9,7 +9,7 @@
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 ENVIRONMENT=$ROOT/environment
-PROFILES="cpu gpu gpu-20b cluster"
+PROFILES="cpu gpu gpu-20b cluster verl-4394"
 STEP_PID=
 
 say() { printf '%s\n' "$*"; }
@@ -40,7 +40,7 @@ choose_environment() {
     PROFILE=$(profile_of "$@")
     case $PROFILE in
         cpu) VENV=$ROOT/.venv LOCK=$ENVIRONMENT/cpu.lock NEED_LINKED_MB=8000 NEED_COPIED_MB=13000 ;;
-        gpu | gpu-20b | cluster)
+        gpu | gpu-20b | cluster | verl-4394)
             VENV=$ROOT/.venv-gpu LOCK=$ENVIRONMENT/gpu.lock NEED_LINKED_MB=14000 NEED_COPIED_MB=24000 ;;
         *) fail "there is no profile '$PROFILE'." "a typing mistake." "choose one of: ${PROFILES// /, }" ;;
     esac

@@ -181,14 +181,14 @@ class TrainerActor:
     def update(self, batch: Batch) -> dict[str, float]:
         return self.trainer.update(batch)
 
-    def logprobs(self, batch: Batch):
+    def logprobs(self, batch: Batch, reference: bool = False):
         """(data-parallel rank, [B / ranks, S] numpy), or None on ranks whose part another one repeats.
 
         As numpy: megatron-core makes tensors unpickle through a function of its own, so the driver would import Megatron.
         """
         from megatron.core import parallel_state
 
-        share = self.trainer.logprobs(batch)
+        share = self.trainer.reference_logprobs(batch) if reference else self.trainer.logprobs(batch)
         if share is None or parallel_state.get_tensor_model_parallel_rank():
             return None
         return parallel_state.get_data_parallel_rank(), share.numpy()
@@ -358,12 +358,19 @@ class GrpoCluster:
 
     def logprobs(self, batch: Batch):
         """[B, S] log-probability of batch.labels under the present weights, 0 where masked."""
+        return self._gathered(self._all("logprobs", batch))
+
+    def reference_logprobs(self, batch: Batch):
+        """The same under the checkpoint that training began from, in a profile with a KL term only."""
+        return self._gathered(self._all("logprobs", batch, True))
+
+    @staticmethod
+    def _gathered(shares: list):
+        """[B, S] from what the ranks' `logprobs` returned."""
         import torch
 
-        shares = sorted(
-            (r for r in self._all("logprobs", batch) if r is not None), key=lambda share: share[0]
-        )
-        return torch.cat([torch.from_numpy(array.copy()) for _, array in shares])
+        ordered = sorted((share for share in shares if share is not None), key=lambda share: share[0])
+        return torch.cat([torch.from_numpy(array.copy()) for _, array in ordered])
 
     def sync_weights(self, version: str) -> SyncReport:
         """The trainer's weights into every engine."""

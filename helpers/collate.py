@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from helpers.records import Batch, Episode
+from helpers.routing_replay import NOT_RUN
 
 
 def collate(
@@ -28,7 +30,8 @@ def collate(
     positions P - 1 to P + C - 2: the last prompt token predicts the first completion token.
     Source: Megatron-LM's GPTDataset (labels = tokens shifted left by one).
     Raises ValueError: no episodes, an empty prompt, an episode too long, a logprob or an
-    advantage that is not finite, advantages of another shape, a negative pad_id, a bad length.
+    advantage that is not finite, advantages of another shape, a negative pad_id, a bad length,
+    routed experts in some episodes only or of different shapes.
 
     Two prompt tokens and three completion tokens, padded to eight positions.
     >>> episode = Episode((11, 12), (21, 22, 23), (-0.1, -0.2, -0.3), "stop", group=0)
@@ -60,6 +63,7 @@ def collate(
         rollout_logprobs=_completion_rows(episodes, [e.logprobs for e in episodes], length),
         advantages=torch.where(mask > 0, _checked_advantages(advantages, len(episodes)), 0.0),
         group=torch.tensor([e.group for e in episodes], dtype=torch.int64),
+        routed_experts=_expert_rows(episodes, length),
     )
 
 
@@ -81,6 +85,22 @@ def _completion_rows(episodes: Sequence[Episode], values: Sequence[Sequence[floa
         start = len(episode.prompt_ids) - 1
         out[row, start : start + len(numbers)] = torch.tensor(numbers, dtype=torch.float32)
     return out
+
+
+def _expert_rows(episodes: Sequence[Episode], length: int) -> Tensor | None:
+    """[B, length, layers, experts a token] int16, NOT_RUN from each episode's last token on; None without any."""
+    shapes = {None if e.routed_experts is None else e.routed_experts.shape[1:] for e in episodes}
+    if shapes == {None}:
+        return None
+    if len(shapes) > 1:
+        raise ValueError(
+            "episodes with different routed experts (layers x experts a token: "
+            f"{', '.join(sorted(map(str, shapes)))}); roll all of them out with algorithm.routing_replay, from one model"
+        )
+    out = np.full((len(episodes), length, *shapes.pop()), NOT_RUN, np.int16)
+    for row, episode in zip(out, episodes, strict=True):
+        row[: len(episode.routed_experts)] = episode.routed_experts
+    return torch.from_numpy(out)
 
 
 def _checked_advantages(advantages: Tensor | None, count: int) -> Tensor:

@@ -73,10 +73,11 @@ def clipped_policy_loss(
         _fill_masked(x, mask) for x in (logprobs, batch.rollout_logprobs, batch.advantages)
     )
     log_ratio = _LOG_RATIOS[ratio](current, old, mask)
-    objective = clipped_objective(log_ratio.exp(), advantages, clip_low, clip_high, dual_clip)
+    weight = log_ratio.exp()
+    objective = clipped_objective(weight, advantages, clip_low, clip_high, dual_clip)
     total, divisor = reduce_tokens(-objective, mask, normaliser, constant)
-    clipped = clipped_tokens(log_ratio.exp(), advantages, clip_low, clip_high, dual_clip)
-    metrics = _policy_metrics(current.detach(), old, log_ratio.detach(), clipped, mask)
+    clipped = clipped_tokens(weight.detach(), advantages, clip_low, clip_high, dual_clip)
+    metrics = _policy_metrics(current.detach(), old, weight.detach(), clipped, mask)
     return LossOutput(total, divisor, metrics)
 
 
@@ -124,7 +125,7 @@ def cispo_loss(
     ratio = log_ratio.exp()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     total, divisor = reduce_tokens(-weight * advantages * current, mask, normaliser, constant)
-    metrics = _policy_metrics(current.detach(), old, log_ratio, weight != ratio, mask)
+    metrics = _policy_metrics(current.detach(), old, ratio, weight != ratio, mask)
     return LossOutput(total, divisor, metrics)
 
 
@@ -273,16 +274,16 @@ def _fill_masked(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _policy_metrics(
-    logprobs: Tensor, old_logprobs: Tensor, log_ratio: Tensor, clipped: Tensor, mask: Tensor
+    logprobs: Tensor, old_logprobs: Tensor, ratio: Tensor, clipped: Tensor, mask: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """name -> (sum, count) over masked tokens; all inputs [B, S] and 0 where masked."""
+    """name -> (sum, count) over masked tokens; all inputs [B, S] and finite where masked."""
     tokens = mask.sum()
     # The tokens are the rollout's, so the estimate is of KL(rollout || trainer).
     kl = kl_estimate(old_logprobs, logprobs, "k3")
     per_token = {
         "clip_fraction": clipped.float(),
         "approx_kl": kl,
-        "ratio_mean": log_ratio.exp(),
+        "ratio_mean": ratio,
         "logprob_gap": (logprobs - old_logprobs).abs(),
     }
     return {name: (_fill_masked(v, mask).sum(), tokens) for name, v in per_token.items()}

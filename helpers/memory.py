@@ -107,14 +107,15 @@ def predicted_activation_bytes(settings: Profile, tokens: int) -> int:
 
 
 def predicted_loss_bytes(settings: Profile, tokens: int, backward: bool) -> int:
-    """Bytes of the logits of one micro-batch and of what helpers.trainer.token_logprobs needs beside them at its peak.
+    """Bytes of the logits of one micro-batch and of what helpers.logprobs needs beside them at its peak.
 
-    The model's own logits; in the backward pass their gradient twice (the pieces, and their concatenation); and five fp32
-    copies of one piece (scaled, its exponentials and products).
+    The model's own logits, their gradient in the backward pass, and one fp32 copy of a piece. Logits that are one
+    piece are not computed twice: theirs is kept, and the gradient of the temperature's division is a second one.
     """
     m = settings.model
-    logits, piece = tokens * m.vocab_size * _BYTES[m.dtype], min(CHUNK_BYTES, tokens * m.vocab_size * 4)
-    return logits * (3 if backward else 1) + 5 * piece
+    logits, copy = tokens * m.vocab_size * _BYTES[m.dtype], tokens * m.vocab_size * 4
+    piece = CHUNK_BYTES if copy > CHUNK_BYTES else 2 * copy
+    return logits * (2 if backward else 1) + piece
 
 
 def predicted_phases(settings: Profile, tokens: int, context: int) -> dict[str, dict[str, int]]:

@@ -19,7 +19,9 @@ from helpers.anatomy import te_window
 from helpers.profiles import PROJECT_ROOT, Profile
 
 PINNED = ("torch", "transformers", "sglang", "megatron-core", "megatron-bridge", "ray", "transformer-engine")
-_NEEDED_GIB = {"cpu": (8, 2), "gpu": (24, 10), "gpu-20b": (100, 50), "cluster": (200, 100)}  # memory, disk
+_NEEDED_GIB = {  # memory, disk
+    "cpu": (8, 2), "gpu": (24, 10), "gpu-20b": (100, 50), "cluster": (200, 100), "verl-4394": (200, 100),
+}  # fmt: skip
 
 
 class NotReady(RuntimeError):

@@ -65,14 +65,40 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class AlgorithmSettings:
-    """The loss. Defaults: GRPO advantages (arXiv 2402.03300) with DAPO's token mean and clip-higher (2503.14476)."""
+    """From rewards to a loss. Defaults: GRPO advantages (arXiv 2402.03300), DAPO's token mean and clips (2503.14476).
 
+    helpers/recipes.py names the papers' combinations and refuses those that contradict themselves.
+    """
+
+    recipe: str = "default"  # the named recipe that this started from; pick one with algorithm="gspo"
+    # --- rewards and groups
     advantage: str = "std"  # std | mean | leave_one_out
+    extra_draws: int = 0  # dynamic sampling: at most so many more draws a step, to replace silent groups
+    overlong_buffer: float = 0.0  # last share of the token budget that costs reward; 0: none
+    overlong_scale: float = 1.0  # reward that an answer at the budget's end loses
+    # --- the surrogate
+    loss: str = "clipped"  # clipped | cispo (2506.13585)
     ratio: str = "token"  # token | sequence (GSPO, 2507.18071)
     normaliser: str = "token"  # token | sequence | constant (Dr. GRPO, 2503.20783)
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float | None = None
+    # --- the old policy of the ratio
+    mini_batches: int = 1  # optimizer steps that a step's answers are spread over
+    # rollout: its logprobs, so that the ratio holds the mismatch too | trainer: a pass of its own before the first
+    # update | current: the update's own, detached (on-policy: ratio 1, no pass; right with one mini-batch only)
+    old_logprobs: str = "rollout"
+    # --- trainer-rollout mismatch (helpers/corrections.py): w = pi_old / pi_rollout
+    correction: str = "none"  # none | tis | mis
+    correction_level: str = "token"  # token | sequence | geometric
+    correction_cap: float = 2.0  # tis: largest weight; mis: largest ratio that is kept
+    correction_floor: float = 0.5  # mis: smallest ratio that is kept
+    trust_region: str = "none"  # none | token | any_token | sequence_kl (2512.23075)
+    trust_region_bound: float = 0.0  # nats; what lies outside is dropped
+    routing_replay: bool = False  # R3 (2510.11370): the trainer's tokens take the rollout's experts
+    # --- KL(policy || start checkpoint), added to the loss
+    kl_coefficient: float = 0.0
+    kl_kind: str = "k3"  # k2 | k3 | k1+ | k3+ (+: that value with k2's gradient)
 
 
 @dataclass(frozen=True)
@@ -286,6 +312,26 @@ def _profiles() -> dict[str, Profile]:
             trainer=TrainerSettings(ranks=8, tensor_parallel=8, expert_parallel=8, micro_batch=4, learning_rate=1e-6),
             cluster=ClusterSettings(num_cpus=32, object_store_mib=2048),
         ),
+        # verl's pull request 4394, flag by flag in notebooks/cards/verl_4394.md
+        "verl-4394": Profile(
+            name="verl-4394", device="cuda", model=harmony_20b, sampling=long_answers, steps=1740,
+            task="even-tokens", warm_start=WarmStartSettings(steps=0), batch=BatchSettings(prompts=64, group_size=4),
+            algorithm=AlgorithmSettings(
+                recipe="verl_gpt_oss", dual_clip=10.0, kl_coefficient=0.001, mini_batches=2, old_logprobs="trainer"
+            ),
+            trainer=TrainerSettings(
+                ranks=8, tensor_parallel=8, expert_parallel=8, learning_rate=1e-6, warmup_steps=3, beta2=0.999,
+                weight_decay=0.1, micro_batch=2, seq_length=1152,
+            ),
+            # a server of ours has one card, so a card holds a whole model instead of an eighth: 0.75 of 80 GB, not 0.3
+            rollout=dataclasses.replace(
+                in_turns, engines=8, mem_fraction=0.75, server_arguments=(
+                    "--attention-backend", "triton",
+                    "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled",
+                ),
+            ),
+            cluster=ClusterSettings(num_cpus=32, object_store_mib=2048),
+        ),
     }  # fmt: skip
 
 
@@ -295,14 +341,21 @@ PROFILES = tuple(_profiles())
 def load_profile(name: str, **changes) -> Profile:
     """The profile `name` with top-level or dotted changes, e.g. load_profile("cpu", seed=1, **{"batch.prompts": 8}).
 
+    algorithm may be the name of a recipe (helpers/recipes.py), of which parts may be changed:
+    load_profile("cpu", algorithm="dapo", **{"algorithm.clip_high": 0.3}). Whole settings are replaced before their
+    parts, in whatever order they are named.
     Raises ValueError for an unknown profile or setting (with the nearest known name), TypeError for a wrong type.
     """
+    from helpers.recipes import named_recipe  # it builds on AlgorithmSettings
+
     known = _profiles()
     if name not in known:
         raise ValueError(f"unknown profile {name!r}{_nearest(name, known)}; profiles: {', '.join(known)}")
     profile = known[name]
-    for key, value in changes.items():
-        profile = _replace(profile, key, value)
+    if isinstance(changes.get("algorithm"), str):
+        changes["algorithm"] = named_recipe(changes["algorithm"])
+    for key in sorted(changes, key=lambda key: key.count(".")):
+        profile = _replace(profile, key, changes[key])
     _check(profile)
     return profile
 
@@ -340,6 +393,8 @@ def _checked(name: str, present, value):
 
 def _check(p: Profile) -> None:
     """Refuse settings that contradict each other, before anything starts."""
+    from helpers.recipes import contradictions
+
     t, problems = p.trainer, []
     if p.steps < 1 or p.batch.prompts < 1 or p.heldout < 1:
         problems.append("steps, batch.prompts and heldout must be at least 1")
@@ -375,5 +430,6 @@ def _check(p: Profile) -> None:
         problems.append("rollout.saver_graphs needs rollout.kv_saver = 'hook', which also restores the saver's preload mode")
     if p.rollout.memory_saver and p.device != "cuda":
         problems.append("rollout.memory_saver needs a GPU: on a CPU releasing frees nothing")
+    problems += contradictions(p.algorithm, p.batch.prompts)
     if problems:
         raise ValueError(f"profile {p.name!r} contradicts itself: " + "; ".join(problems))

@@ -5,10 +5,12 @@ They are frozen so that a stage can only hand on a new record, never change one 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the records are read by code that never needs torch (runner, report)
+    import numpy as np
     from torch import Tensor
 
 
@@ -22,6 +24,8 @@ class Episode:
     finish_reason: "stop" (end token), "length" (token budget used up) or "abort".
     group: index of the prompt within the step; episodes of one group share a prompt.
     weight_version: the rollout engine's label of the weights in use when the episode finished.
+    routed_experts: int16 [tokens - 1, layers, experts a token], where the rollout engine sent each token; None
+        unless routing replay asked for it. Row i is the token at position i; the last one was never run.
     """
 
     prompt_ids: tuple[int, ...]
@@ -30,12 +34,21 @@ class Episode:
     finish_reason: str
     group: int
     weight_version: str = ""
+    # no part of ==: numpy's compares element by element
+    routed_experts: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.logprobs) != len(self.completion_ids):
             raise ValueError(
                 f"an episode has {len(self.completion_ids)} completion tokens and {len(self.logprobs)} logprobs; "
                 "ask the rollout engine for one logprob a token (return_logprob=True)"
+            )
+        tokens = len(self.prompt_ids) + len(self.completion_ids)
+        if self.routed_experts is not None and len(self.routed_experts) != tokens - 1:
+            raise ValueError(
+                f"an episode of {tokens} tokens has {len(self.routed_experts)} rows of routed experts, and "
+                f"{tokens - 1} tokens were run (the last one was only sampled); ask the rollout engine for the rows "
+                "from the prompt's first token on"
             )
 
 
@@ -47,6 +60,10 @@ class Batch:
     rollout_logprobs: float32, the sampler's logprob of labels[t], 0 where masked.
     advantages: float32, the episode's advantage at each completion position, 0 where masked.
     group: int64 [B].
+    old_logprobs, reference_logprobs: float32, 0 where masked; the trainer's logprob of labels[t] before the
+        step's first update, and the start checkpoint's. None until a recipe needs them (helpers.objective.rated).
+    routed_experts: int16 [B, S, layers, experts a token], the experts of tokens[t] in the rollout, -1 where it ran
+        no token (the last one, padding). None without routing replay (helpers.routing_replay).
     """
 
     tokens: Tensor
@@ -56,6 +73,9 @@ class Batch:
     rollout_logprobs: Tensor
     advantages: Tensor
     group: Tensor
+    old_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+    routed_experts: Tensor | None = None
 
     @property
     def size(self) -> tuple[int, int]:
@@ -64,7 +84,12 @@ class Batch:
 
     def rows(self, index) -> Batch:
         """The rows that `index` (slice or int64 tensor) picks: a micro-batch or a rank's share."""
-        return Batch(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+        return self.map(lambda tensor: tensor[index])
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """A batch of what `function` makes of each tensor that is there."""
+        present = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{name: t if t is None else function(t) for name, t in present.items()})
 
 
 @dataclass(frozen=True)

@@ -216,6 +216,24 @@ METRICS: dict[str, Metric] = {
     "logprob_gap_max": Metric(
         "nat", "largest |trainer logprob - rollout logprob| right after a weight sync", 0, 1e-2
     ),
+    "generation_kl": Metric(
+        "nat",
+        "KL(rollout || trainer) a token, by k3, right after a weight sync (of many steps: the largest)",
+        0,
+        2e-3,
+    ),
+    "token_multiplier": Metric(
+        "1",
+        "mean of exp |trainer - rollout logprob|, right after a weight sync (of many steps: the largest)",
+        1,
+        1.05,
+    ),
+    "kept_share": Metric(
+        "1",
+        "share of trained tokens to which the recipe's correction leaves a weight (of many steps: the smallest)",
+        0.5,
+        1,
+    ),
     # every notebook that starts processes
     "processes_left": Metric("count", "processes of the notebook still alive after its teardown", 0, 0),
 }

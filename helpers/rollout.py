@@ -29,10 +29,13 @@ from helpers.harmony import encode, load_tokenizer, stop_token_ids
 from helpers.processes import alive
 from helpers.profiles import SHARED_VARIABLE, Profile
 from helpers.records import Episode
+from helpers.routing_replay import RoutingShape, decode_experts
 from helpers.tasks import Problem
+from helpers.tensor_files import read_config
 
 log = logging.getLogger(__name__)
 LAUNCHER = Path(__file__).with_name("launcher.py")
+RETURN_EXPERTS = "--enable-return-routed-experts"
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")  # what a server can release
 
 
@@ -42,12 +45,13 @@ class RolloutError(RuntimeError):
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where a server listens, whose it is, and the shape of the model it serves."""
+    """Where a server listens, whose it is, the shape of its model, and whether it can return experts."""
 
     url: str
     pid: int
     log: str
     shape: str
+    returns_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,18 @@ def server_command(settings: Profile, checkpoint: Path, port: int) -> list[str]:
     if settings.device == "cpu":
         # "triton" is the name under which SGLang runs gpt-oss experts (bias, clamp, alpha) in plain torch without AMX
         command += ["--device", "cpu", "--moe-runner-backend", "triton"]
+    if settings.algorithm.routing_replay:
+        command.append(RETURN_EXPERTS)
+        if settings.device == "cuda":
+            # its own choice for gpt-oss on Hopper, triton_kernel, routes in a kernel of its own and returns zeros
+            # (sglang 0.5.17, layers/moe/topk.py: forward_cuda captures in the standard format only)
+            command += ["--moe-runner-backend", "triton"]
     return command + list(r.server_arguments)
+
+
+def returns_experts(settings: Profile) -> bool:
+    """Whether a server that this profile starts can say which experts each token took."""
+    return settings.algorithm.routing_replay or RETURN_EXPERTS in settings.rollout.server_arguments
 
 
 class SGLangClient:
@@ -350,7 +365,7 @@ class RolloutServer(SGLangClient):
 
     # --- sharing ------------------------------------------------------------------------------------------------------
     def address(self) -> ServerAddress:
-        return ServerAddress(self.url, self.pid, str(self.log), self.shape)
+        return ServerAddress(self.url, self.pid, str(self.log), self.shape, returns_experts(self.settings))
 
     @classmethod
     def attach(cls, settings: Profile, checkpoint: Path | str, address: ServerAddress) -> RolloutServer:
@@ -362,7 +377,7 @@ class RolloutServer(SGLangClient):
 
 
 def open_server(settings: Profile, checkpoint: Path | str) -> RolloutServer:
-    """A server that serves `checkpoint`: the series' shared one if its model has the same shape, else a new one.
+    """A server that serves `checkpoint`: the series' shared one if it can (model shape, routed experts), else a new one.
 
     Logs which; in both cases stop() is right afterwards (it leaves a shared server alone). Call wait() before use.
     """
@@ -370,7 +385,8 @@ def open_server(settings: Profile, checkpoint: Path | str) -> RolloutServer:
     if shared and Path(shared).is_file():
         address = ServerAddress(**json.loads(Path(shared).read_text()))
         folder = rollout_checkpoint(settings, require_checkpoint(Path(checkpoint)))
-        if alive([address.pid], patience=0) and address.shape == model_shape(folder):
+        able = address.returns_experts or not settings.algorithm.routing_replay
+        if alive([address.pid], patience=0) and address.shape == model_shape(folder) and able:
             server = RolloutServer.attach(settings, checkpoint, address).wait()
             server.load_weights(checkpoint)
             log.info("attached to the running SGLang server at %s", address.url)
@@ -400,17 +416,25 @@ def shared_server(settings: Profile, checkpoint: Path | str) -> Iterator[dict[st
 def roll_out(
     server: RolloutServer, problems: Sequence[Problem], settings: Profile, greedy: bool = False
 ) -> list[Episode]:
-    """group_size sampled answers for each problem (one greedy answer each if `greedy`), as episodes in order."""
+    """group_size sampled answers for each problem (one greedy answer each if `greedy`), as episodes in order.
+
+    With algorithm.routing_replay each holds the experts that its tokens took. Raises RolloutError where the server
+    returns none, ValueError where no router can have made such a choice.
+    """
     prompts = [encode(server.tokenizer, p.prompt) for p in problems]
     n = 1 if greedy else settings.batch.group_size
     temperature = 0.0 if greedy else settings.sampling.temperature
-    outputs = server.generate(prompts, temperature, n, settings.sampling.max_new_tokens)
+    replay = settings.algorithm.routing_replay and not greedy  # greedy answers are scored, never trained on
+    extra = {"return_routed_experts": True} if replay else {}
+    outputs = server.generate(prompts, temperature, n, settings.sampling.max_new_tokens, **extra)
     if len(outputs) != n * len(prompts):
         raise RolloutError(f"asked SGLang for {n} x {len(prompts)} answers, got {len(outputs)}")
-    return [_episode(output, prompts[i // n], i // n) for i, output in enumerate(outputs)]
+    shape = RoutingShape.of(read_config(server.checkpoint)) if replay else None
+    return [_episode(output, prompts[i // n], i // n, shape) for i, output in enumerate(outputs)]
 
 
-def _episode(output: dict, prompt: tuple[int, ...], group: int) -> Episode:
+def _episode(output: dict, prompt: tuple[int, ...], group: int, routing: RoutingShape | None) -> Episode:
+    """routing: the experts are read, for a model of this shape."""
     info = output["meta_info"]
     logprobs = tuple(entry[0] for entry in info["output_token_logprobs"])
     return Episode(
@@ -420,4 +444,15 @@ def _episode(output: dict, prompt: tuple[int, ...], group: int) -> Episode:
         info["finish_reason"]["type"],
         group,
         str(info.get("weight_version", "")),
+        _experts(info, len(prompt) + len(output["output_ids"]), routing) if routing else None,
     )
+
+
+def _experts(info: dict, tokens: int, shape: RoutingShape):
+    """int16 [tokens - 1, layers, experts a token] from an answer's meta_info."""
+    if "routed_experts" not in info:
+        raise RolloutError(
+            "SGLang returned no routed experts: this server was started without them; start it with "
+            f"algorithm.routing_replay on ({RETURN_EXPERTS})"
+        )
+    return decode_experts(info["routed_experts"], tokens, shape)

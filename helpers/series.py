@@ -951,7 +951,7 @@ def _parser() -> argparse.ArgumentParser:
         ("report", "write report.html from what earlier runs left"),
     ):
         sub = commands.add_parser(task, help=words, description=words)
-        sub.add_argument("--profile", default="cpu", help="cpu (default), gpu, gpu-20b or cluster")
+        sub.add_argument("--profile", default="cpu", help="cpu (default), gpu, gpu-20b, cluster or verl-4394")
         sub.add_argument("--notebooks", type=Path, default=PROJECT_ROOT / "notebooks", metavar="DIR")
         sub.add_argument(
             "--runs", type=Path, metavar="DIR", help="results go to DIR/<profile> (default: runs/)"

@@ -10,7 +10,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,89 +21,16 @@ from helpers.bridge import (
     MegatronModel, export_weights, load_megatron, prepare_process, quiet_libraries, start_ranks,
 )  # fmt: skip
 from helpers.checkpoints import save_streamed
-from helpers.losses import clipped_policy_loss
-from helpers.memory import CHUNK_BYTES
+from helpers.logprobs import token_entropy, token_logprobs
+from helpers.objective import Loss, policy_loss
 from helpers.offload import PARTS, OffloadError, TrainerMemory, Where, staged_tasks
 from helpers.profiles import Profile
 from helpers.records import Batch, LossOutput
+from helpers.routing_replay import choose_experts, replaying
 from helpers.tensor_files import read_config
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Loss = Callable[["Tensor", Batch], LossOutput]
-
-
-def policy_loss(settings: Profile) -> Loss:
-    """The loss that settings.algorithm describes."""
-    a = settings.algorithm
-    constant = settings.sampling.max_new_tokens if a.normaliser == "constant" else None
-    return partial(
-        clipped_policy_loss, clip_low=a.clip_low, clip_high=a.clip_high, ratio=a.ratio, dual_clip=a.dual_clip,
-        normaliser=a.normaliser, constant=constant,
-    )  # fmt: skip
-
-
-def token_logprobs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """log p(labels) [B, S] from this rank's share of the logits [B, S, V / TP], in fp32, differentiable.
-
-    No more than CHUNK_BYTES of fp32 logits at a time: longer inputs are cut by tokens, and each piece is computed once more in
-    the backward pass instead of being kept. For gpt-oss's vocabulary the fp32 copies would otherwise be the largest thing in
-    a step (22 bytes a logit, measured). Source of the cross-entropy: megatron.core.tensor_parallel.
-    """
-    import torch
-    from torch.utils.checkpoint import checkpoint
-
-    pieces = _pieces(logits, labels)
-    if len(pieces) == 1:
-        return _logprobs_of(*pieces[0], temperature).view(labels.shape)
-    values = [
-        checkpoint(_logprobs_of, *piece, temperature, use_reentrant=False, preserve_rng_state=False)
-        for piece in pieces
-    ]
-    return torch.cat(values).view(labels.shape)
-
-
-def _pieces(logits: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Views of ([n, V / TP], [n]) that follow each other, each of at most CHUNK_BYTES in fp32, or one token."""
-    width = logits.shape[-1]
-    tokens = max(CHUNK_BYTES // (4 * width), 1)
-    return list(zip(logits.reshape(-1, width).split(tokens), labels.reshape(-1).split(tokens), strict=True))
-
-
-def _logprobs_of(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """[n] from [n, V / TP] and [n]. The cross-entropy wants [S, B, V / TP]."""
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-    return -vocab_parallel_cross_entropy((logits.float() / temperature)[:, None], labels[:, None])[:, 0]
-
-
-def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Entropy [B, S] in nats of the next-token distribution, over all tensor-parallel shares; no gradient.
-
-    In pieces, as token_logprobs.
-    """
-    import torch
-
-    with torch.no_grad():
-        pieces = _pieces(logits, logits[..., 0])
-        return torch.cat([_entropy_of(part, temperature) for part, _ in pieces]).view(logits.shape[:-1])
-
-
-def _entropy_of(logits: Tensor, temperature: float) -> Tensor:
-    import torch
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_tensor_model_parallel_group()
-    scaled = logits.float() / temperature
-    peak = scaled.amax(-1, keepdim=True)
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-    scaled -= peak
-    weight = scaled.exp()
-    sums = torch.stack([weight.sum(-1), scaled.mul_(weight).sum(-1)])
-    dist.all_reduce(sums, group=group)
-    return sums[0].log() - sums[1] / sums[0]
 
 
 class MegatronTrainer:
@@ -126,6 +54,7 @@ class MegatronTrainer:
             self._build_optimizer()
         self._require_fresh_master_weights()
         self.memory = TrainerMemory(self.model.chunks, self.optimizer, settings.device)
+        self.reference = self._copy_of_trained_weights() if settings.algorithm.kl_coefficient else None
 
     # --- what one step needs ------------------------------------------------------------------------------------------
     def update(
@@ -179,6 +108,21 @@ class MegatronTrainer:
             self._forward_backward(batch, keep, forward_only=True)
         self._hand_back()
         return torch.cat(kept) if kept else None
+
+    def reference_logprobs(self, batch: Batch) -> Tensor | None:
+        """As logprobs, under the checkpoint that this trainer was built from: the reference of a KL term.
+
+        Its trained weights wait in host memory (this rank's own, in a profile with a KL term only) and stand in
+        for the present ones during this pass. Raises RuntimeError in a profile without a KL term.
+        """
+        if self.reference is None:
+            raise RuntimeError(
+                "no reference weights were kept: set algorithm.kl_coefficient above 0 in the profile"
+            )
+        self._require("reference_logprobs", "weights")
+        with self._weights_replaced(self.reference):
+            # a policy of its own chooses its own experts
+            return self.logprobs(replace(batch, routed_experts=None))
 
     def gradients(self, batch: Batch, loss: Loss | None = None) -> dict[str, Tensor]:
         """{checkpoint name: gradient of the loss}, fp32, as the optimizer would get it before clipping; no step is taken.
@@ -326,6 +270,26 @@ class MegatronTrainer:
 
             require_mode()
 
+    def _trained_parameters(self) -> list:
+        return [p for chunk in self.model.chunks for p in chunk.parameters() if p.requires_grad]
+
+    def _copy_of_trained_weights(self) -> list[Tensor]:
+        return [p.detach().to("cpu", copy=True) for p in self._trained_parameters()]
+
+    @contextmanager
+    def _weights_replaced(self, weights: Sequence[Tensor]) -> Iterator[None]:
+        """Other values in the trained parameters for a while; afterwards each is what it was, bit by bit."""
+        present = self._copy_of_trained_weights()
+        try:
+            self._write_trained_weights(weights)
+            yield
+        finally:
+            self._write_trained_weights(present)
+
+    def _write_trained_weights(self, weights: Sequence[Tensor]) -> None:
+        for parameter, weight in zip(self._trained_parameters(), weights, strict=True):
+            parameter.data.copy_(weight)
+
     def _hand_back(self) -> None:
         """Give the driver what torch's allocator keeps for the next pass, where a server comes back to this card meanwhile."""
         if self.settings.rollout.memory_saver:
@@ -422,11 +386,12 @@ class MegatronTrainer:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         parts = self._share(batch)
-        results = get_forward_backward_func()(
-            forward_step_func=partial(self._forward_step, loss=loss), data_iterator=iter(parts), model=self.model.chunks,
-            num_microbatches=len(parts), seq_length=batch.size[1], micro_batch_size=parts[0].size[0],
-            forward_only=forward_only,
-        )  # fmt: skip
+        with replaying(self.model.chunks, batch.routed_experts):
+            results = get_forward_backward_func()(
+                forward_step_func=partial(self._forward_step, loss=loss), data_iterator=iter(parts), model=self.model.chunks,
+                num_microbatches=len(parts), seq_length=batch.size[1], micro_batch_size=parts[0].size[0],
+                forward_only=forward_only,
+            )  # fmt: skip
         return self._reduce(results)
 
     def _forward_step(self, parts: Iterator[Batch], model, loss: Loss):
@@ -434,7 +399,9 @@ class MegatronTrainer:
 
         part, temperature = next(parts), self.settings.sampling.temperature
         if self.settings.device == "cuda":
-            part = Batch(**{name: tensor.cuda(non_blocking=True) for name, tensor in vars(part).items()})
+            part = part.map(lambda tensor: tensor.cuda(non_blocking=True))
+        if part.routed_experts is not None:
+            choose_experts(model, part.routed_experts)
         logits = model(part.tokens, part.position_ids, None)
 
         def loss_of(logits: Tensor):

@@ -38,6 +38,7 @@ EVAL_EVERY: int = 20  # steps between two looks at the held-out questions
 SAVE_EVERY: int = 50  # steps between two trainer checkpoints; 0: keep none
 RESUME: bool = False  # go on from the newest checkpoint of an earlier run
 SHUFFLE: bool = False  # control: shuffle the rewards among the answers
+ALGORITHM: str = ""  # a recipe such as gspo or dapo; empty: the profile's
 
 # %%
 import statistics
@@ -48,7 +49,8 @@ from helpers.preflight import prepare_kernel
 from helpers.profiles import load_profile
 from helpers.results import NotebookRun
 
-settings = load_profile(PROFILE, seed=SEED, steps=STEPS)
+recipe = {"algorithm": ALGORITHM} if ALGORITHM else {}
+settings = load_profile(PROFILE, seed=SEED, steps=STEPS, **recipe)
 prepare_kernel(settings)
 run = NotebookRun("06_train", settings)
 use_style()
@@ -140,63 +142,90 @@ run.record("heldout_before", before)
 # %% [markdown]
 # ## 3 · The loop
 #
-# One step, written out. `keep` collects what the plots need. Where a card is
-# too small for both engines at work, the servers hand their memory to the
-# trainers for the update (`release_memory`, `resume_memory`); in the other
-# profiles these two lines do nothing.
+# One step, written out. `settings.algorithm` reaches it in three places:
+# `fill_step` draws again where a recipe asks for it, `step_advantages` makes
+# advantages of rewards, and `learn` takes the updates, with the passes that
+# the recipe needs before them. Where a card is too small for both engines at
+# work, the servers hand their memory to the trainers for the update
+# (`release_memory`, `resume_memory`); in the other profiles these two lines do
+# nothing.
+
+# %%
+from helpers.recipes import RECIPES
+
+a = settings.algorithm
+print(f"recipe {a.recipe}: {RECIPES[a.recipe].source}")
+print(f"{a.mini_batches} update(s) a batch, old logprobs: {a.old_logprobs}")
+
+# %% [markdown]
+# Start the notebook with `-p ALGORITHM gspo` and the same cells train with
+# another recipe. The run shown here, and its sentences, are the default's.
 #
 # **Predict:** the completion length starts near 9 tokens, a mix of 5-token
 # guesses and 18-token worked answers. Where will it be after 100 steps, and
 # will the reward still rise after it has stopped?
 
 # %%
-import torch
+from collections import Counter
+from contextlib import contextmanager
 
-from helpers.advantages import group_advantages, zero_variance_share
 from helpers.collate import collate
+from helpers.dynamic_sampling import draw_step, fill_step
+from helpers.objective import learn, step_advantages
+
+spent = Counter()  # seconds of the present step, by what took them
 
 
-def advantages_of(episodes, rewards):
-    groups = torch.tensor([e.group for e in episodes])
-    rewards = torch.tensor(rewards)
-    return (group_advantages(rewards, groups, settings.algorithm.advantage),
-            zero_variance_share(rewards, groups))
+@contextmanager
+def clock(part):
+    start = time.perf_counter()
+    yield
+    spent[part] += time.perf_counter() - start
+
+
+def draw(step, number):
+    count = settings.batch.prompts
+    problems = task.sample(count, draw_step(step, number))
+    with clock("rollout_seconds"):
+        episodes = cluster.roll_out(problems)
+    with clock("score_seconds"):
+        return episodes, score(episodes, problems, tokenizer)
 
 
 # %%
 def grpo_step(step):
-    marks = [time.perf_counter()]
-    problems = task.sample(settings.batch.prompts, step)
-    episodes = cluster.roll_out(problems)
-    marks.append(time.perf_counter())
-    rewards = score(episodes, problems, tokenizer)
-    learned = shuffled(rewards, f"{SEED}-{step}") if SHUFFLE else rewards
-    advantages, silent = advantages_of(episodes, learned)
-    batch = collate(episodes, advantages, pad_id, settings.trainer.seq_length)
-    cluster.release_memory()
-    marks.append(time.perf_counter())
-    stats = cluster.update(batch)
-    marks.append(time.perf_counter())
-    cluster.resume_memory()
-    sync = cluster.sync_weights(f"step-{step + 1}")
-    marks.append(time.perf_counter())
-    return keep(step, episodes, rewards, silent, stats, sync, marks)
+    spent.clear()
+    drawn = fill_step(lambda number: draw(step, number),
+                      settings.batch.prompts, settings.algorithm.extra_draws)
+    with clock("score_seconds"):
+        rewards = drawn.rewards
+        if SHUFFLE:
+            rewards = shuffled(rewards, f"{SEED}-{step}")
+        advantages = step_advantages(drawn.episodes, rewards, settings)
+        batch = collate(drawn.episodes, advantages, pad_id,
+                        settings.trainer.seq_length)
+        cluster.release_memory()
+    with clock("update_seconds"):
+        stats = learn(cluster, batch, settings)
+    with clock("sync_call_seconds"):
+        cluster.resume_memory()
+        sync = cluster.sync_weights(f"step-{step + 1}")
+    return keep(step, drawn, stats, sync)
 
 
 # %%
-def keep(step, episodes, rewards, silent, stats, sync, marks):
-    lengths = [len(e.completion_ids) for e in episodes]
-    names = ("rollout_seconds", "score_seconds", "update_seconds",
-             "sync_call_seconds")
-    spans = [b - a for a, b in zip(marks, marks[1:])]
+def keep(step, drawn, stats, sync):
     return {
-        "step": step, "reward": statistics.mean(rewards),
-        "length": statistics.mean(lengths), "new_tokens": sum(lengths),
-        "zero_variance": silent, "sync_seconds": sync.seconds,
-        "step_seconds": marks[-1] - marks[0], **dict(zip(names, spans)),
+        "step": step, "reward": drawn.sampled_reward,
+        "length": statistics.mean(drawn.lengths),
+        "new_tokens": sum(drawn.lengths), "draws": drawn.draws,
+        "zero_variance": drawn.silent_share, "sync_seconds": sync.seconds,
+        "step_seconds": sum(spent.values()), **spent,
         **{k: stats[k] for k in (
             "entropy", "grad_norm", "logprob_gap", "logprob_gap_max",
-            "clip_fraction", "learning_rate")},
+            "generation_kl", "token_multiplier", "clip_fraction",
+            "learning_rate")},
+        "kept_share": stats.get("kept_share", 1.0),  # of trained tokens
     }
 
 
@@ -206,11 +235,12 @@ def keep(step, episodes, rewards, silent, stats, sync, marks):
 # function of seed and *n* alone.
 
 # %%
-saved = settings.run_folder("06_train") / "trainer"
+saved = settings.run_folder("06_train") / f"trainer-{a.recipe}"
 first = 0
 if RESUME:
     newest = max(saved.glob("step-*"), key=lambda p: int(p.name[5:]))
-    first = cluster.resume(newest)
+    updates = cluster.resume(newest)
+    first = updates // settings.algorithm.mini_batches
     cluster.sync_weights(f"step-{first}")
 print("first step:", first)
 
@@ -304,9 +334,14 @@ show_figure(fig, run=run, name="health",
 # %% [markdown]
 # Two signs of health. The share of groups that say nothing rises as the policy
 # improves: more and more groups are all right. By the end a good part of the
-# sampled answers teaches nothing; DAPO replaces such groups by fresh ones. And
-# the gap between the two engines must stay flat: a gap that grows means that
-# some weights never reach the server.
+# sampled answers teaches nothing; DAPO replaces such groups by fresh ones
+# (`-p ALGORITHM dapo`). And the gap between the two engines must stay flat: a
+# gap that grows means that some weights never reach the server. Two gauges of
+# that gap are gates in other frameworks: `generation_kl`, the KL of the
+# sampler from the trainer (healthy below 0.002 nat a token), and
+# `token_multiplier`, the factor by which they disagree about a token on
+# average (below 1.05). Both come from the first update's own pass, in which
+# the trainer still has the weights that the rollout had.
 
 # %%
 run.record("reward_first10", mean_of("reward", head10))
@@ -317,6 +352,9 @@ run.record("entropy_last10", mean_of("entropy", tail10))
 run.record("zero_variance_share", statistics.mean(columns["zero_variance"]))
 run.record("logprob_gap_mean", max(columns["logprob_gap"]))
 run.record("logprob_gap_max", max(columns["logprob_gap_max"]))
+run.record("generation_kl", max(columns["generation_kl"]))
+run.record("token_multiplier", max(columns["token_multiplier"]))
+run.record("kept_share", min(columns["kept_share"]))
 run.record("sync_seconds_max", max(columns["sync_seconds"]))
 
 # %% [markdown]
@@ -357,18 +395,19 @@ run.record("rollout_tokens_per_second", statistics.median(
 fresh = task.sample(8, step=10**6)
 probe = cluster.roll_out(fresh)
 cluster.release_memory()
-advantages, _ = advantages_of(probe, score(probe, fresh, tokenizer))
+rewards = score(probe, fresh, tokenizer)
+advantages = step_advantages(probe, rewards, settings)
 batch = collate(probe, advantages, pad_id)
 now = cluster.logprobs(batch)
-cluster.update(batch)
+learn(cluster, batch, settings)
 moved = (cluster.logprobs(batch) - now).abs().max().item()
 print(f"one more step moved them by {moved:.1e}")
 
 # %%
 if SAVE_EVERY:
-    resumed_at = cluster.resume(saved / f"step-{settings.steps}")
+    updates = cluster.resume(saved / f"step-{settings.steps}")
     difference = (cluster.logprobs(batch) - now).abs().max().item()
-    print(f"resumed at step {resumed_at}, "
+    print(f"resumed after {updates} updates, "
           f"largest difference {difference:.1e}")
     run.record("resume_max_abs_logprob", difference)
     assert moved > difference

@@ -1,4 +1,4 @@
-"""What the tests on a GPU share: one trainer in this process, one SGLang server (and a small one in MXFP4), one result file.
+"""What the tests on a GPU share: one trainer in this process, one SGLang server (and two small ones), one result file.
 
     python -m pytest tests/gpu -q
 
@@ -150,7 +150,9 @@ def record(request):
 def settings():
     """The profile, with a server that can release its memory and a cache whose size does not hang on what else is there."""
     if not ON_CARD:
-        return load_profile("cpu")
+        cpu = load_profile("cpu")
+        able = (*cpu.rollout.server_arguments, "--enable-return-routed-experts")  # one server for all
+        return replace(cpu, rollout=replace(cpu.rollout, server_arguments=able))
     few_graphs = (*load_profile(PROFILE).rollout.server_arguments, "--cuda-graph-max-bs-decode", "64")
     return load_profile(
         PROFILE,
@@ -212,20 +214,39 @@ def starting_mxfp4_server(request, settings):
     if not (ON_CARD and asked_for(request, "mxfp4_server")):
         yield None
         return
+    able = (*settings.rollout.server_arguments, "--enable-return-routed-experts")
     small = replace(
         settings,
         rollout=replace(
-            settings.rollout, memory_saver=False, max_total_tokens=20_000, max_running_requests=16
+            settings.rollout, memory_saver=False, max_total_tokens=20_000, max_running_requests=16,
+            server_arguments=able,
         ),
-    )
+    )  # fmt: skip
     start, quantised = request.getfixturevalue("start"), request.getfixturevalue("mxfp4_checkpoint")
     with started(small, start, quantised) as server:
         yield server
 
 
 @pytest.fixture(scope="session", autouse=True)
+def starting_replay_server(request, settings):
+    """A third one, whose kernel for experts says which ones a token took; SGLang's own choice on this card does not."""
+    if not (ON_CARD and asked_for(request, "replay_server")):
+        yield None
+        return
+    small = replace(
+        settings,
+        algorithm=replace(settings.algorithm, routing_replay=True),
+        rollout=replace(
+            settings.rollout, memory_saver=False, max_total_tokens=50_000, max_running_requests=64
+        ),
+    )
+    with started(small, request.getfixturevalue("start")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session", autouse=True)
 def starting_server(request, settings):
-    if not asked_for(request, "server"):
+    if not (asked_for(request, "server") or (asked_for(request, "replay_server") and not ON_CARD)):
         yield None
         return
     with started(settings, request.getfixturevalue("start")) as server:
@@ -234,18 +255,19 @@ def starting_server(request, settings):
 
 @pytest.fixture(scope="session")
 def mxfp4_server(card, starting_mxfp4_server):
-    """A server that loaded MXFP4, up."""
+    """A server that loaded MXFP4, up; experts run in SGLang's own choice of kernels for gpt-oss."""
     return starting_mxfp4_server.wait()
 
 
 @pytest.fixture(scope="session")
-def quiet_card(card, server, starting_mxfp4_server):
-    """Both servers have started, or ended: nothing but a test itself moves the card's memory."""
+def quiet_card(card, server, starting_mxfp4_server, starting_replay_server):
+    """All servers have started, or ended: nothing but a test itself moves the card's memory."""
     from helpers.rollout import RolloutError
 
-    if starting_mxfp4_server is not None:
-        with suppress(RolloutError):  # the test that needs this server says why it did not start
-            starting_mxfp4_server.wait()
+    for starting in (starting_mxfp4_server, starting_replay_server):
+        if starting is not None:
+            with suppress(RolloutError):  # the test that needs this server says why it did not start
+                starting.wait()
 
 
 @pytest.fixture(scope="session")
@@ -314,6 +336,17 @@ def server(starting_server, trained, say):
     """The server, up, with the trained weights. Tests put them back with server.load_weights(trained)."""
     server = starting_server.wait()
     say(f"  server up after {server.start_seconds:.0f} s")
+    server.load_weights(trained)
+    return server
+
+
+@pytest.fixture(scope="session")
+def replay_server(request, starting_replay_server, trained):
+    """A server that returns experts, up, with the trained weights. (On a CPU the one server does.)"""
+    if starting_replay_server is None:
+        server = request.getfixturevalue("server")
+    else:
+        server = starting_replay_server.wait()
     server.load_weights(trained)
     return server
 

@@ -25,7 +25,8 @@ import json, sys, time
 from dataclasses import asdict
 from helpers.profiles import load_profile
 from helpers.rollout import RolloutServer
-server = RolloutServer(load_profile("cpu"), sys.argv[1]).start()
+settings = load_profile("cpu", **{"algorithm.routing_replay": True})  # it can return experts; asked for by few
+server = RolloutServer(settings, sys.argv[1]).start()
 print(json.dumps(asdict(server.address())), flush=True)
 time.sleep(3600)
 """

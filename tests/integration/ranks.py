@@ -7,6 +7,7 @@ world size, in which only Megatron's own parallel groups are made anew. OUT/<wor
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 import sys
@@ -74,6 +75,20 @@ def make_batch():
     return collate(episodes, torch.linspace(-2.0, 2.0, len(LENGTHS)), pad_id=0)
 
 
+def replayed(batch, settings):
+    """The batch with experts that no router chose; the last token and the padding of each row with none."""
+    import torch
+
+    m = settings.model
+    scores = torch.rand(
+        *batch.size, m.num_hidden_layers, m.num_local_experts, generator=torch.Generator().manual_seed(7)
+    )
+    experts = scores.topk(m.num_experts_per_tok).indices.short()
+    for row, length in zip(experts, LENGTHS, strict=True):
+        row[length - 1 :] = -1
+    return dataclasses.replace(batch, routed_experts=experts)
+
+
 def logits_of(trainer, batch):
     """[B, S, V] of the whole batch on every rank of the last pipeline stage, through Megatron's own schedule; else None."""
     import torch
@@ -107,7 +122,8 @@ def logits_of(trainer, batch):
 
 
 def measure(settings, checkpoint: Path, rank: int, folder: Path) -> dict:
-    """What this layout computes: logits, the export before training, STEPS steps, the export after them.
+    """What this layout computes: logits, the export before training, a pass's metrics with other experts, STEPS
+    steps, the export after them.
 
     The last once more in `folder`, written from offloaded weights.
     """
@@ -119,6 +135,7 @@ def measure(settings, checkpoint: Path, rank: int, folder: Path) -> dict:
     trainer, batch = MegatronTrainer(settings, checkpoint, rank), make_batch()
     difference = compare_weights(trainer.export(), checkpoint)
     logits = logits_of(trainer, batch)
+    metrics = trainer.backward(replayed(batch, settings))
     steps = [trainer.update(batch) for _ in range(STEPS)]
     weights = trainer.export()
     trainer.memory.offload()
@@ -129,6 +146,7 @@ def measure(settings, checkpoint: Path, rank: int, folder: Path) -> dict:
     return {
         "difference": difference,
         "logits": logits,
+        "replayed": metrics,
         "steps": steps,
         "weights": weights,
         "written": written,

@@ -95,7 +95,7 @@ def test_a_micro_batch_changes_nothing(trainer):
 
 def test_logits_in_pieces_give_the_same_logprobs_entropy_and_gradients(trainer, monkeypatch):
     """Pieces of three tokens, which divide neither the batch nor a row."""
-    import helpers.trainer as module
+    import helpers.logprobs as module
 
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(4, 11, 64, generator=generator)
@@ -116,7 +116,7 @@ def test_logits_in_pieces_give_the_same_logprobs_entropy_and_gradients(trainer, 
 
 
 def test_an_update_in_pieces_is_the_same_update(trainer, monkeypatch, tmp_path):
-    import helpers.trainer as module
+    import helpers.logprobs as module
 
     batch = batch_of((5, 17, 33, 48), advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]))
     trainer.update(batch)

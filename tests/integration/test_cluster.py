@@ -14,13 +14,16 @@ import torch
 from helpers.advantages import group_advantages
 from helpers.cluster import ClusterError, GrpoCluster, RayHead
 from helpers.collate import collate
+from helpers.objective import learn, rated
 from helpers.processes import alive, process_tree
 from helpers.profiles import load_profile
 from helpers.rollout import SGLangClient
 from helpers.tasks import MedianTask
+from helpers.trainer import MegatronTrainer
 
 pytestmark = pytest.mark.engine
 CHANGES = {
+    "algorithm": "verl_gpt_oss",  # asks for every pass: old logprobs, reference, two updates
     "trainer.ranks": 2,
     "rollout.engines": 2,
     "batch.prompts": 6,
@@ -68,12 +71,18 @@ def test_two_ranks_compute_what_the_servers_sampled(cluster, batch):
 
 
 def test_a_step_on_two_ranks_is_the_step_of_one(cluster, batch, trainer):
-    """Same loss and gradient norm, and afterwards the same policy, as the one-rank trainer of this process."""
-    cluster.resume(trainer.save(Path(os.environ["GRPO_RUNS"]) / "one-rank"))
-    one, two = trainer.update(batch), cluster.update(batch)
-    for name in ("loss", "grad_norm", "entropy", "logprob_gap"):
+    """Same statistics, and afterwards the same policy and reference, as a one-rank trainer of this process."""
+    one_rank = load_profile("cpu", **{**CHANGES, "trainer.ranks": 1})
+    alone = MegatronTrainer(one_rank, cluster.checkpoint)
+    alone.update(rated(alone, batch, one_rank))  # away from the start, which the reference stays at
+    cluster.resume(alone.save(Path(os.environ["GRPO_RUNS"]) / "one-rank"))
+    one, two = learn(alone, batch, one_rank), learn(cluster, batch, cluster.settings)
+    assert one.keys() == two.keys() and one["reference_kl"] > 0
+    for name in one.keys() - {"seconds"}:
         assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
-    assert (cluster.logprobs(batch) - trainer.logprobs(batch)).abs().max() < 1e-4
+    for call in ("logprobs", "reference_logprobs"):
+        difference = getattr(cluster, call)(batch) - getattr(alone, call)(batch)
+        assert difference.abs().max() < 1e-4
 
 
 def test_both_engines_follow_a_sync(cluster, batch):

@@ -70,6 +70,15 @@ def test_a_layout_computes_what_one_rank_does(results, layout):
     assert gap(results, layout, "weights") < 2e-5
 
 
+@pytest.mark.parametrize("layout", SOUND)
+def test_every_rank_replays_its_own_tokens_and_layers(results, layout):
+    """Shares of sequences (TP), rows (DP) and layers (PP) take their own part of the replayed experts."""
+    ours, one, plain = results[layout]["replayed"], results["1-one"]["replayed"], results["1-one"]["steps"][0]
+    assert abs(plain["entropy"] - one["entropy"]) > 1e-2, "other experts changed nothing: nothing is shown"
+    for name in ("loss", "entropy", "logprob_gap"):
+        assert ours[name] == pytest.approx(one[name], rel=1e-5), name
+
+
 @pytest.mark.parametrize("layout", ("1-one", *SOUND))
 def test_every_layout_exports_the_checkpoint_bit_by_bit(results, layout):
     assert not results[layout]["difference"], results[layout]["difference"]
