@@ -72,7 +72,7 @@ run.record("machine_checks_failed", sum(not c.ok for c in checks))
 # uses it too, so a small one fails late, in the middle of a run, with an error
 # that names something else.
 #
-# The same checks tell which of the four profiles would run here:
+# The same checks tell which of the profiles would run here:
 
 # %%
 for name in PROFILES:
@@ -90,9 +90,10 @@ print("\nfits this machine:", preflight.fitting_profile())
 # | `gpu-20b` | the shape of gpt-oss-20b, experts frozen | one large GPU |
 # | `cluster` | the shape of gpt-oss-20b, all parameters | 8 GPUs |
 #
-# The two 20b profiles start from random weights in that shape until you set
-# `model.source` to `hub` or `folder`. Only `cpu` has been run end to end.
-# The engines, the notebooks and the helpers are the same in all four.
+# The profiles of 20b's size start from random weights in that shape until you
+# set `model.source` to `hub` or `folder`. `cpu` and `gpu` have been run end to
+# end, `gpu-20b` in part, the others never (README). The engines, the notebooks
+# and the helpers are the same in all of them.
 
 # %% [markdown]
 # ## 2 · Versions that fit together
