@@ -76,8 +76,9 @@ def decode_experts(encoded: str, tokens: int, shape: RoutingShape) -> np.ndarray
     if flat.size != np.prod(wanted):
         raise ValueError(
             f"SGLang returned {flat.size} routed experts for an answer of {tokens} tokens; "
-            f"{wanted[0]} tokens that were run x {shape.layers} layers x top-{shape.chosen} are {np.prod(wanted)}; check that "
-            "server and config.json belong together and that routed_experts_start_len is 0"
+            f"{wanted[0]} tokens that were run x {shape.layers} layers x top-{shape.chosen} are "
+            f"{np.prod(wanted)}; check that server and config.json belong together and that "
+            "routed_experts_start_len is 0"
         )
     experts = flat.reshape(wanted)
     check_experts(experts, shape)
@@ -274,7 +275,8 @@ def _router_rows(experts: Tensor, config) -> Tensor:
     """int64 [layers, tokens of this rank, chosen] from [B, S, layers, chosen], in Megatron's order.
 
     That is position first. Positions that were not run take the experts in turn: no expert twice, as the
-    dispatcher demands, and no expert all of the padding. Their outputs reach no trained token: attention is causal, and they are masked.
+    dispatcher demands, and no expert all of the padding. Their outputs reach no trained token: attention is
+    causal, and they are masked.
     """
     import torch
 
