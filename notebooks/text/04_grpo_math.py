@@ -19,7 +19,7 @@
 # **You need first:** logarithms, a softmax, and what a gradient is. No other
 # notebook has to run before this one, and it starts no engine.
 #
-# **Last verified:** 2026-11-30 on 2 CPU cores with Python 3.12 and torch
+# **Last verified:** 2026-12-01 on 2 CPU cores with Python 3.12 and torch
 # 2.11.0.
 #
 # | profile | time | peak memory |
@@ -31,7 +31,7 @@
 # Every section goes the same way: you work a few numbers by hand, then you
 # call the helper that the trainer calls, and `agree` checks that both give
 # the same. Left out: value networks and per-token rewards (GRPO has neither),
-# and what to do when rollout and trainer disagree (planned: 08).
+# and what section 7's corrections do to a real training run (planned: 08).
 
 # %% tags=["parameters"]
 PROFILE: str = "cpu"  # which profile: cpu, gpu, gpu-20b or cluster
@@ -67,7 +67,7 @@ def agree(name, hand, code):
     assert hand.shape == code.shape, f"{name}: compare equal shapes"
     gaps[name] = (hand - code).abs().max().item()
     for who, values in ((f"{name}: hand", hand), (f"{name}: code", code)):
-        rounded = [round(x, 4) for x in values.flatten().tolist()]
+        rounded = [round(x, 4) + 0.0 for x in values.flatten().tolist()]
         print(f"{who:30} {rounded}")
     assert gaps[name] < 1e-6, f"{name}: hand and code differ by {gaps[name]}"
 
@@ -439,6 +439,129 @@ show_figure(
 # you how often.
 
 # %% [markdown]
+# **Must a clipped token fall silent?** CISPO says no. It differentiates
+# $\log\pi$ alone and multiplies by the ratio as a plain number, held below a
+# limit (here 5; $\mathrm{sg}$ means: no gradient):
+#
+# $$\mathrm{sg}\big[\min(r_t,\, 5)\big]\; A\; \log\pi(t)$$
+
+# %% [markdown]
+# **By hand.** The gradient on $\log\pi$ is the factor in front of it. The
+# three tokens with ratios $2$, $1$, $1/2$ and $A = 1$ have $-2$, $-1$, $-1/2$
+# in the loss. The first, which the clip had silenced, now weighs most.
+
+# %%
+from helpers.losses import cispo_loss
+
+loss = cispo_loss(trainer, batch)
+gradient = torch.autograd.grad(loss.total, trainer)[0]
+agree("CISPO gradient", [[0, -2, -1, -0.5, 0, 0]], gradient)
+
+# %% [markdown]
+# Now the weight at every ratio: the size of the gradient on $\log\pi$,
+# divided by $|A|$. A token whose ratio is 1 has weight 1 everywhere.
+#
+# **Predict** for the clip, the dual clip and CISPO: where is the weight 0,
+# and which one is flat *without* being 0?
+
+# %%
+ratios = torch.linspace(0.02, 8, 400)
+row = Episode((9,), (1,) * 400, (-3.0,) * 400, "stop", 0)
+
+
+def weight_at(loss_function, advantage, **options):
+    """Size of the gradient on the logprob at each of `ratios`."""
+    many = collate([row], torch.tensor([advantage]), pad_id=0)
+    logprobs = many.rollout_logprobs.clone()
+    logprobs[0, :400] += ratios.log()
+    logprobs.requires_grad_()
+    total = loss_function(logprobs, many, **options).total
+    return torch.autograd.grad(total, logprobs)[0][0, :400].abs().tolist()
+
+
+# %%
+data = {"ratio": ratios.tolist()}
+for sign, advantage in (("plus", 1.0), ("minus", -1.0)):
+    data |= {
+        f"clip_{sign}": weight_at(clipped_policy_loss, advantage),
+        f"dual_{sign}": weight_at(
+            clipped_policy_loss, advantage, dual_clip=3.0
+        ),
+        f"cispo_{sign}": weight_at(cispo_loss, advantage),
+    }
+assert data["clip_plus"] == data["dual_plus"], "dual clip: A < 0 alone"
+
+# %%
+labels = {"cispo": "CISPO, limit 5", "dual": "dual clip 3"}
+labels["clip"] = "clip 0.2 / 0.28"
+fig, axes = plt.subplots(1, 2, figsize=(9.6, 4), sharey=True)
+for axis, sign in zip(axes, ("plus", "minus")):
+    axis.plot(ratios, ratios, "k:", label="no clip: the ratio")
+    for start, (name, label) in enumerate(labels.items()):
+        places = (10 * start, 40)  # markers apart where curves coincide
+        weight = data[f"{name}_{sign}"]
+        axis.plot(ratios, weight, label=label, markevery=places)
+    axis.set_title(f"A = {'+1' if sign == 'plus' else '-1'}")
+    axis.set_xlabel("ratio, new / old probability (1)")
+axes[0].set_ylabel("weight of the gradient (1)")
+axes[0].legend(loc="upper left")
+show_figure(
+    fig,
+    alt="Gradient weight against ratio. Advantage +1: clip and dual clip "
+    "follow the ratio and fall to 0 at 1.28. Advantage -1: 0 below 0.8; the "
+    "clip then follows the ratio, and the dual clip falls to 0 at 3. CISPO "
+    "follows the ratio up to 5 and stays there for both signs.",
+    run=run, name="gradient_weights", data=data,
+);  # fmt: skip
+
+# %% [markdown]
+# **Read it.** The clip has a cliff: a good token at ratio 1.27 weighs 1.27,
+# at 1.29 nothing. CISPO has a ceiling, and no token is ever dropped. Its
+# authors (MiniMax-M1) saw the clip drop the rare tokens at which an answer
+# turns ("wait", "however"), since those move by large factors first.
+
+# %% [markdown]
+# The price: nothing in CISPO stops the over-use of one batch. For the six
+# answers above it is the curve without a clip: no ratio gets past 3 there, so
+# the limit never acts. And its total is not the objective: only the gradient
+# means something, so do not plot the loss.
+
+# %% [markdown]
+# **What if you update once a batch?** Then the policy that learns is the one
+# that answered: every ratio is 1. Trainers take a shortcut and put
+# `logprobs.detach()` in place of the old logprobs, which saves a pass.
+#
+# **Predict:** with $A = 1$, value and gradient of this loss, beside the plain
+# policy gradient's $-A \log\pi$. Which of the two agree?
+
+# %% [markdown]
+# **By hand.** $r = 1$ whatever the probabilities, so the total is $-3$. Its
+# gradient is $-r A = -1$ a token. The plain total is
+# $-\log(1/2 \cdot 2/5 \cdot 1/4) = \log 20$, and its gradient $-1$ a token.
+
+# %%
+from dataclasses import replace
+
+on_policy = replace(batch, rollout_logprobs=trainer.detach())
+loss = clipped_policy_loss(trainer, on_policy)
+plain = -trainer[0, 1:4].sum()
+agree("on-policy total", -3, loss.total)
+agree("plain total", math.log(20), plain)
+for name, total in (("on-policy", loss.total), ("plain", plain)):
+    gradient = torch.autograd.grad(total, trainer)[0]
+    agree(f"{name} gradient", [[0, -1, -1, -1, 0, 0]], gradient)
+for name in ("clip_fraction", "ratio_mean", "logprob_gap"):
+    total, count = loss.metrics[name]
+    print(f"{name:14} {(total / count).item():.4f}")
+
+# %% [markdown]
+# Other value, same gradient: with one update a batch GRPO *is* the plain
+# policy gradient with group advantages. Look at the three figures, too. They
+# are 0, 1 and 0 by construction, whatever the engines do: with the shortcut
+# you have to measure the gap between rollout and trainer elsewhere
+# (section 7).
+
+# %% [markdown]
 # ## 4 · One ratio a token, or one an answer?
 #
 # The reward belongs to the whole answer, the ratio so far to a single token.
@@ -689,6 +812,80 @@ assert data["k3_spread"][49] > data["k1_spread"][49]
 # about is itself a sign that the two have parted.
 
 # %% [markdown]
+# So much for exact averages. What do you see in a run, where you average over
+# the tokens that you happened to draw? Back to $p$ and $q$ from above, with a
+# true KL of $\ln 2 / 4$.
+
+# %% [markdown]
+# **By hand.** $E[k_1^2] = \frac{3}{4} \ln^2 2$, less the squared mean
+# $\frac{1}{16} \ln^2 2$: one draw of $k_1$ has a standard deviation of
+# $\sqrt{11/16}\, \ln 2 = 0.575$, three times the value itself. The mean of
+# $k_2$ is $\frac{3}{8} \ln^2 2$, so its bias is $0.0069$.
+
+# %%
+moments = {}
+for kind in by_hand:
+    values = kl_estimate(p.log(), q.log(), kind)
+    mean = (p * values).sum()
+    spread = (p * (values - mean).square()).sum().sqrt()
+    moments[kind] = (mean - ln2 / 4, spread)
+agree("k1 spread", math.sqrt(11 / 16) * ln2, moments["k1"][1])
+agree("k2 bias", 3 / 8 * ln2**2 - ln2 / 4, moments["k2"][0])
+
+# %% [markdown]
+# Draw $n$ tokens, average, and do so 1000 times. **Predict:** which error
+# goes on shrinking as $n$ grows, and which gets stuck? How often is the
+# average of sixteen $k_1$ *below zero*?
+
+# %%
+counts = [4, 16, 64, 256, 1024, 4096]
+generator = torch.Generator().manual_seed(settings.seed)
+averages = {}
+for n in counts:
+    draws = torch.multinomial(p, 1000 * n, True, generator=generator)
+    for kind in by_hand:
+        values = kl_estimate(p.log(), q.log(), kind)
+        averages[kind, n] = values[draws].view(1000, n).mean(-1)
+data = {"samples": counts}
+for kind in by_hand:
+    wrong = [averages[kind, n] - ln2 / 4 for n in counts]
+    data[kind] = [w.square().mean().sqrt().item() for w in wrong]
+    below = (averages[kind, 16] < 0).double().mean()
+    print(f"{kind}: {below:6.1%} of the averages of 16 are below 0")
+assert data["k2"][-1] > 2 * data["k3"][-1], "the bias stays"
+
+# %%
+fig, axes = plt.subplots(1, 2, figsize=(9.6, 4))
+bins = (torch.arange(-8, 17) - 0.5) * ln2 / 16  # k1's averages: n ln2 / 16
+for kind, line in zip(by_hand, ("-", "--", "-.")):
+    look = {"histtype": "step", "linestyle": line, "linewidth": 1.8}
+    axes[0].hist(averages[kind, 16], bins=bins, label=kind, **look)
+    axes[1].loglog(counts, data[kind], label=kind)
+axes[0].axvline(ln2 / 4, color="k", linestyle=":", label="true KL")
+axes[0].set_xlabel("average of 16 draws (nat)")
+axes[0].set_ylabel("how often in 1000 (count)")
+axes[0].legend()
+axes[1].axhline(moments["k2"][0], color="k", ls=":", label="bias of k2")
+axes[1].minorticks_off()
+axes[1].set_xticks(counts, counts)
+axes[1].set_xlabel("draws in the average (tokens)")
+axes[1].set_ylabel("root mean square error (nat)")
+axes[1].legend()
+show_figure(
+    fig,
+    alt="Left: averages of 16 draws; k1 spreads from about -0.3 to 0.6, k2 "
+    "and k3 lie close around the true KL of 0.173. Right: error against "
+    "draws; k1 and k3 fall as one over the root, k3 five times lower, k2 "
+    "levels off at its bias of 0.007.",
+    run=run, name="kl_samples", data=data,
+);  # fmt: skip
+
+# %% [markdown]
+# **Read it.** Spread can be bought off with samples, bias cannot: $k_2$ ends
+# at its dotted line and $k_3$ passes below it. $k_1$ is as unbiased as $k_3$,
+# and one average of sixteen in ten shows a negative divergence.
+
+# %% [markdown]
 # Now use it as a *loss*. Autograd does not know that the sampled tokens came
 # from the policy; it differentiates the formula with the samples held fixed.
 
@@ -759,6 +956,64 @@ show_figure(
 # If a KL penalty is what you mean, the gradient you want is
 # $k_2$'s; the value you want in the log is $k_3$'s. The straight-through sum
 # `k2 - k2.detach() + k3.detach()` has both. GRPO's paper adds $k_3$ itself.
+
+# %% [markdown]
+# **Predict:** as functions of $d$, where does `k3+` (verl's name for that
+# sum, and ours) lie among the others, in value and in gradient on $\log p$?
+#
+# By hand for the three tokens: value $\ln 2 - 1/2,\ 0,\ 1 - \ln 2$; gradient
+# $d = \ln 2,\ 0,\ -\ln 2$. `k1+` has the same gradient and $k_1$'s value.
+
+# %%
+from helpers.kl import straight_through_kl
+
+sampled = p.log().requires_grad_()
+for kind in ("k3", "k1"):
+    values = straight_through_kl(sampled, q.log(), kind)
+    agree(f"{kind}+ value", by_hand[kind], values)
+    slope = torch.autograd.grad(values.sum(), sampled)[0]
+    agree(f"{kind}+ gradient", [ln2, 0, -ln2], slope)
+
+# %%
+distance = torch.linspace(-2, 2, 81, requires_grad=True)
+reference = torch.zeros(81)  # so that d is the policy's logprob itself
+curves = {k: kl_estimate(distance, reference, k) for k in by_hand}
+curves["k3+"] = straight_through_kl(distance, reference)
+data = {"d": distance.tolist()}
+for name, values in curves.items():
+    slope = torch.autograd.grad(values.sum(), distance)[0]
+    data |= {f"{name}_value": values.tolist()}
+    data |= {f"{name}_gradient": slope.tolist()}
+
+# %%
+fig, axes = plt.subplots(1, 2, figsize=(9.6, 4))
+for axis, what in zip(axes, ("value", "gradient")):
+    for start, name in enumerate(curves):
+        line = {"linestyle": ":", "color": "k"} if name == "k3+" else {}
+        axis.plot(
+            data["d"], data[f"{name}_{what}"], label=name,
+            markevery=(2 * start, 10), **line,
+        )  # fmt: skip
+    axis.set_xlabel("d = log p - log q of the token (nat)")
+    axis.set_ylim(-3, 4.5)
+axes[0].set_ylabel("value (nat)")
+axes[1].set_ylabel("gradient on log p (1)")
+axes[0].legend()
+show_figure(
+    fig,
+    alt="Left: values; k1 is a straight line, k2 a parabola, k3 lies above "
+    "the parabola for negative d and below it for positive d, and k3+ on k3. "
+    "Right: gradients; k1 is 1, k2 the line d, k3 is steep for negative d "
+    "and flat below 1 for positive d, and k3+ lies on k2.",
+    run=run, name="kl_straight_through", data=data,
+);  # fmt: skip
+
+# %% [markdown]
+# **Read it.** Left `k3+` is $k_3$, right it is $k_2$. Look at $k_3$'s own
+# gradient: a token that the policy has made much *too likely* ($d = 2$) is
+# pulled back with less than 1, one that it has made too rare is thrown back
+# with $e^2 - 1 = 6.4$ (off the picture). $k_1$ pushes every token down alike,
+# right or wrong.
 
 # %% [markdown]
 # The series trains without a reference (as DAPO and Dr. GRPO do), so its loss
@@ -869,6 +1124,392 @@ show_figure(
 # length beside the reward.
 
 # %% [markdown]
+# **A price on length itself.** Answers that hit the token budget are cut off
+# and count as wrong, however good they were. DAPO warns them first: over the
+# last part of the budget, the *buffer*, a penalty grows from 0 to $-1$, and is
+# added to the reward before the advantages are taken.
+
+# %% [markdown]
+# **By hand.** Budget 100, buffer 20: nothing up to 80 tokens, then $-1/20$ a
+# token. So 80, 95, 100 tokens cost $0$, $-3/4$, $-1$.
+#
+# Four answers, right and wrong, of 60 and of 95 tokens, and the penalty times
+# $1/2$: rewards $1$, $0.625$, $0$, $-0.375$. Their mean is $0.3125$, and the
+# `mean` advantages are $0.6875$, $0.3125$, $-0.3125$, $-0.6875$.
+
+# %%
+from helpers.shaping import overlong_penalty
+
+price = overlong_penalty(torch.tensor([80, 95, 100]), 100, buffer=20)
+agree("overlong penalty", [0, -0.75, -1], price)
+price = overlong_penalty(torch.tensor([60, 95, 60, 95]), 100, buffer=20)
+shaped = torch.tensor([1.0, 1.0, 0.0, 0.0]) + 0.5 * price
+agree(
+    "shaped advantages",
+    [0.6875, 0.3125, -0.3125, -0.6875],
+    group_advantages(shaped, torch.zeros(4, dtype=torch.int64), "mean"),
+)
+
+# %% [markdown]
+# **Predict:** rewards are 0 and 1. With the penalty at full size, what is a
+# right answer of 100 tokens worth, compared with a wrong one of 10?
+
+# %%
+tokens = torch.arange(0, 121)
+price = overlong_penalty(tokens, 100, buffer=20)
+data = {"length": tokens.tolist(), "penalty": price.tolist()}
+lines = {"right, penalty × 1/2": 1 + 0.5 * price}
+lines |= {"right, penalty × 1": 1 + price}
+lines |= {"wrong, penalty × 1/2": 0.5 * price, "wrong, penalty × 1": price}
+data |= {name: values.tolist() for name, values in lines.items()}
+fig, axis = plt.subplots(figsize=(8.4, 3.8))
+for name, values in lines.items():
+    axis.plot(tokens, values, label=name, markevery=10)
+axis.axvspan(80, 100, color="0.9", label="buffer")
+axis.set_xlabel("length of the answer (tokens)")
+axis.set_ylabel("reward after the penalty (1)")
+axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
+show_figure(
+    fig,
+    alt="Reward against length. All four lines are flat up to 80 tokens, fall "
+    "straight to 100 and are flat again. A right answer falls from 1 to 0 "
+    "with the full penalty, to 0.5 with half; a wrong one from 0 to -1 or "
+    "-0.5.",
+    run=run, name="overlong", data=data,
+);  # fmt: skip
+
+# %% [markdown]
+# **Read it.** At full size the right answer ends at 0, where the short wrong
+# one began: the policy may learn to be brief rather than right. DAPO's rewards
+# are $-1$ and $1$, twice as far apart; with 0 and 1, halve the penalty.
+
+# %% [markdown]
+# ## 7 · When rollout and trainer disagree
+#
+# So far $\pi_{old}$ was *one* policy. In practice the rollout engine samples
+# and the trainer computes the gradient. Both hold the same weights, and still
+# they give a token slightly different probabilities: other kernels, other
+# rounding, now and then other experts. The samples are then off-policy before
+# the first update.
+
+# %% [markdown]
+# The cure is a weight $w_t = \pi_{trainer}(t) / \pi_{rollout}(t)$ on each
+# token, and it has to be bounded. Three ways:
+#
+# - **TIS** (truncated importance sampling) cuts the weight at a cap, here 2.
+# - **MIS** (masked importance sampling) drops what lies outside a range,
+#   here 1/2 to 2. Such a token is more likely a fault than news.
+# - A **trust-region mask** only drops. What stays has weight exactly 1.
+#
+# Each works on a token or on a whole answer.
+
+# %% [markdown]
+# **By hand.** Three tokens, rollout $1/2, 1/4, 1/8$, trainer
+# $1/5, 1/4, 1/2$: $w = 2/5, 1, 4$. The answer's ratio is the product, $1.6$.
+#
+# | | token 0 | token 1 | token 2 |
+# |---|---|---|---|
+# | TIS by token | 0.4 | 1 | **2** |
+# | MIS by token | **0** | 1 | **0** |
+# | TIS and MIS by sequence | 1.6 | 1.6 | 1.6 |
+#
+# **Predict** the geometric level, where the answer's ratio is the cube root
+# of 1.6: does either bound act?
+
+# %%
+from helpers.corrections import (
+    masked_importance_sampling,
+    truncated_importance_sampling,
+)
+
+sampler = torch.tensor([[1 / 2, 1 / 4, 1 / 8]]).log()  # the rollout's
+learner = torch.tensor([[1 / 5, 1 / 4, 1 / 2]]).log()  # the trainer's
+three = (learner, sampler, torch.ones(1, 3))  # and the mask
+root = 1.6 ** (1 / 3)
+for level, cut, dropped in (
+    ("token", [[0.4, 1, 2]], [[0, 1, 0]]),
+    ("sequence", [[1.6] * 3], [[1.6] * 3]),
+    ("geometric", [[root] * 3], [[root] * 3]),
+):
+    tis = truncated_importance_sampling(*three, cap=2.0, level=level)
+    mis = masked_importance_sampling(*three, 0.5, 2.0, level=level)
+    agree(f"TIS by {level}", cut, tis.weights)
+    agree(f"MIS by {level}", dropped, mis.weights)
+
+# %% [markdown]
+# What does it cost? Uneven weights waste samples: the *effective sample size*
+# $(\sum w)^2 / \sum w^2$ is how many equally weighted tokens would scatter as
+# much. TIS by token: $3.4^2 / (0.16 + 1 + 4) = 2.24$ of 3. MIS keeps one
+# token of three.
+
+# %%
+tis = truncated_importance_sampling(*three)
+mis = masked_importance_sampling(*three)
+agree("TIS effective", 3.4**2 / 5.16, tis.effective_sample_size)
+agree("MIS kept share", 1 / 3, mis.kept_share)
+
+# %% [markdown]
+# The trust region measures distance in nats. $|\log w| = 0.92,\ 0,\ 1.39$;
+# with a bound of 1 nat:
+#
+# - `token` drops the third token alone.
+# - `any_token` drops the answer, since one of its tokens is outside: every
+#   later token stands in a context that the trainer would hardly have
+#   reached.
+# - `sequence_kl` takes the mean of $k_3 = w - 1 - \log w$, here
+#   $(0.316 + 0 + 1.614) / 3 = 0.64$, and keeps the answer.
+
+# %%
+from helpers.corrections import combine, corrected_batch, trust_region_mask
+
+for rule, hand in (
+    ("token", [[1, 1, 0]]),
+    ("any_token", [[0, 0, 0]]),
+    ("sequence_kl", [[1, 1, 1]]),
+):
+    region = trust_region_mask(*three, bound=1.0, rule=rule)
+    agree(f"region by {rule}", hand, region.weights)
+
+# %% [markdown]
+# Now into a loss. The weight multiplies the advantage, and the *trainer's*
+# logprobs become the old ones, so that the ratio measures the update alone.
+# Left as it was, the ratio would hold the mismatch as well, and a weight on
+# top would count it twice.
+#
+# **Predict** the gradient before the first update with TIS inside the
+# `token` trust region, $A = 1$.
+
+# %%
+region = trust_region_mask(*three, bound=1.0)
+both = combine(three[2], region, tis)
+agree("region and TIS", [[0.4, 1, 0]], both.weights)
+episode = Episode((9,), (1, 2, 3), tuple(sampler[0].tolist()), "stop", 0)
+pair = collate([episode], torch.tensor([1.0]), pad_id=0, seq_length=4)
+weights = torch.nn.functional.pad(both.weights, (0, 1))
+now = torch.nn.functional.pad(learner, (0, 1)).requires_grad_()
+corrected = corrected_batch(pair, now, replace(both, weights=weights))
+loss = clipped_policy_loss(now, corrected)
+gradient = torch.autograd.grad(loss.total, now)[0]
+agree("corrected gradient", [[-0.4, -1, 0, 0]], gradient)
+agree("still divided by", 3, loss.normaliser)
+
+# %% [markdown]
+# The dropped token still counts in the divisor: dropping makes the step
+# smaller, not the rest of the answer louder.
+
+# %% [markdown]
+# Token or sequence? Let the two differ by noise alone: $\log w$ of a token
+# with spread 0.05, a KL of $0.05^2 / 2 = 0.00125$ nat a token, which counts
+# as healthy (NeMo-RL's tests allow 0.002).
+#
+# **Predict:** what share of the tokens does MIS (1/2 to 2) keep at each level
+# when answers have 4, 64, 1024 tokens? And `any_token` with 0.2 nat, four
+# times the spread?
+
+# %%
+lengths = [4, 16, 64, 256, 1024]
+levels = ("token", "sequence", "geometric")
+generator = torch.Generator().manual_seed(settings.seed)
+data = {"length": lengths} | {level: [] for level in (*levels, "any_token")}
+for length in lengths:
+    noise = 0.05 * torch.randn(400, length, generator=generator)
+    zero, ones = torch.zeros_like(noise), torch.ones_like(noise)
+    gap = (noise - 0.05**2 / 2, zero, ones)  # so that w is 1 on average
+    for level in levels:
+        mis = masked_importance_sampling(*gap, level=level)
+        data[level].append(mis.kept_share.item())
+    region = trust_region_mask(*gap, bound=0.2, rule="any_token")
+    data["any_token"].append(region.kept_share.item())
+for level in data:
+    print(f"{level:10}", [round(share, 3) for share in data[level]])
+
+# %%
+w = torch.linspace(0.05, 4, 396)[None]
+one = (w.log(), torch.zeros_like(w), torch.ones_like(w))
+bounded = {
+    "TIS, cap 2": truncated_importance_sampling(*one),
+    "MIS, 1/2 to 2": masked_importance_sampling(*one),
+    "trust region, ln 2": trust_region_mask(*one, bound=ln2),
+}
+run.series(
+    "correction_weights",
+    {"w": w[0].tolist()}
+    | {name: rule.weights[0].tolist() for name, rule in bounded.items()},
+)
+
+# %%
+fig, axes = plt.subplots(1, 2, figsize=(9.6, 4))
+for start, (name, rule) in enumerate(bounded.items()):
+    places = (10 * start, 40)
+    axes[0].plot(w[0], rule.weights[0], label=name, markevery=places)
+axes[0].set_xlabel("trainer / rollout probability w (1)")
+axes[0].set_ylabel("weight of the token (1)")
+axes[0].legend()
+for start, level in enumerate((*levels, "any_token")):
+    name = f"MIS by {level}" if level in levels else "region by any_token"
+    places = (start % 3, 2)  # markers apart where curves coincide
+    axes[1].semilogx(lengths, data[level], label=name, markevery=places)
+axes[1].minorticks_off()
+axes[1].set_xticks(lengths, lengths)
+axes[1].set_ylim(0, 1.05)
+axes[1].set_xlabel("length of the answers (tokens)")
+axes[1].set_ylabel("share of the tokens that is kept (1)")
+axes[1].legend(loc="lower left")
+show_figure(
+    fig,
+    alt="Left: weight against w; TIS follows w to 2 and stays, MIS follows w "
+    "between 1/2 and 2 and is 0 outside, the trust region is 1 there and 0 "
+    "outside. Right: kept share against length; by token and geometric it "
+    "stays at 1, any_token falls a little, by sequence to about a quarter.",
+    run=run, name="corrections", data=data,
+);  # fmt: skip
+
+# %% [markdown]
+# **Read it.** The product is the *exact* ratio of two answers, and it drifts
+# with the length: by sequence a healthy pair of engines loses three quarters
+# of its thousand-token answers. By token nothing is lost, but a token's weight
+# ignores that its context was drawn by the other policy. Section 4 told the
+# same story about updates: choose the range to fit the level.
+
+# %% [markdown]
+# Whether any of this helps is a question for an experiment, not for algebra
+# (planned: 08). Where both engines agree all weights are 1, and a correction
+# changes nothing.
+
+# %% [markdown]
+# ## 8 · The family by name
+#
+# Every paper of the family picks from what you have worked out here.
+# `load_profile("cpu", algorithm="gspo")` picks a named recipe, and notebook 06
+# trains with it. A recipe is the default with a few settings changed.
+#
+# **Predict:** which two settings must GSPO change *together* (section 4)?
+# Which recipes take the on-policy shortcut?
+
+# %%
+from dataclasses import asdict
+
+from helpers.recipes import RECIPES
+
+plain = asdict(RECIPES["default"].settings)
+basics = "advantage loss ratio normaliser clip_low clip_high old_logprobs"
+for name, recipe in RECIPES.items():
+    values = asdict(recipe.settings).items()
+    changed = [f"{k}={value}" for k, value in values if value != plain[k]]
+    if name == "default":
+        changed = [f"{key}={plain[key]}" for key in basics.split()]
+    for start in range(0, len(changed), 3):
+        title = "" if start else name
+        print(f"{title:13}", *changed[start : start + 3])
+
+# %% [markdown]
+# GSPO changes the ratio and both clips (and divides by sequences). `rloo`,
+# `on_policy`, `tis` and `mis` have `old_logprobs=current`, the shortcut.
+#
+# Where the numbers come from, and what had to be changed to fit a small run:
+
+# %%
+import textwrap
+
+for name, recipe in RECIPES.items():
+    lines = textwrap.wrap(recipe.source, 64)
+    if recipe.adapted:
+        lines += textwrap.wrap(f"here: {recipe.adapted}", 64)
+    for number, line in enumerate(lines):
+        print(f"{'' if number else name:13} {line}")
+
+# %% [markdown]
+# What do they *do*? One answer of three tokens had $1/8, 2/5, 1/2$ at the
+# rollout and has $2/5, 2/5, 1/4$ now: ratios $3.2$, $1$, $1/2$, their product
+# $1.6$. `recipe_loss` is the loss that the trainer descends. Its negative
+# gradient, times 3 for the divisor, is the *push* on each token.
+
+# %% [markdown]
+# For recipes with the on-policy shortcut the same difference is no update but
+# a mismatch. **Predict** the pushes for $A = 1$ of `default`, `cispo`, `tis`,
+# `mis`, `gspo`, and for $A = -1$ of `dual_clip`.
+
+# %%
+from helpers.objective import recipe_loss
+
+was = tuple(torch.tensor([1 / 8, 2 / 5, 1 / 2]).log().tolist())
+answer = Episode((9,), (1, 2, 3), was, "stop", 0)
+policy = torch.tensor([[2 / 5, 2 / 5, 1 / 4, 1.0]]).log().requires_grad_()
+
+
+def pushes(settings, advantage):
+    """-3 × the gradient of a recipe's loss at each of the three tokens."""
+    part = collate([answer], torch.tensor([advantage]), 0, seq_length=4)
+    before = part.rollout_logprobs  # trainer and start agreed with it then
+    part = replace(part, old_logprobs=before, reference_logprobs=before)
+    budget = 3.0 if settings.normaliser == "constant" else None
+    loss = recipe_loss(policy, part, settings, budget).loss
+    return -3 * torch.autograd.grad(loss, policy)[0][0, :3]
+
+
+# %%
+for name, advantage, hand in (
+    ("default", 1.0, [0, 1, 0.5]),  # 3.2 is above 1.28
+    ("cispo", 1.0, [3.2, 1, 0.5]),  # below the limit of 5
+    ("tis", 1.0, [2, 1, 0.5]),  # cut at 2
+    ("mis", 1.0, [1.6, 1.6, 1.6]),  # the product is inside
+    ("gspo", 1.0, [0, 0, 0]),  # its cube root, 1.17, is above 1.0004
+    ("gspo", -1.0, [-(1.6 ** (1 / 3))] * 3),  # and not clipped here
+    ("dual_clip", -1.0, [0, -1, 0]),  # 3.2 above 3; 0.5 below 0.8
+):
+    code = pushes(RECIPES[name].settings, advantage)
+    agree(f"{name}, A = {advantage:+.0f}", hand, code)
+
+# %%
+rows = {
+    name: torch.cat([pushes(recipe.settings, a) for a in (1.0, -1.0)])
+    for name, recipe in RECIPES.items()
+}
+table = torch.stack(list(rows.values()))
+heads = [f"{r}\nA = {a}" for a in ("+1", "-1") for r in ("3.2", "1", "1/2")]
+data = {"recipe": list(rows)}
+for number, head in enumerate(heads):
+    data[f"ratio {head}".replace("\n", ", ")] = table[:, number].tolist()
+largest = table.abs().max().item()
+
+# %%
+fig, axis = plt.subplots(figsize=(8.4, 5.6))
+axis.imshow(table, cmap="PuOr_r", vmin=-largest, vmax=largest, aspect="auto")
+for (row, column), push in zip(torch.cartesian_prod(
+    torch.arange(len(rows)), torch.arange(6)
+).tolist(), table.flatten().tolist()):  # fmt: skip
+    shade = "white" if abs(push) > 0.7 * largest else "black"
+    text = f"{round(push, 2) + 0.0:.2f}"
+    axis.text(column, row, text, ha="center", va="center", color=shade)
+axis.axvline(2.5, color="k", linewidth=0.8)
+axis.set_xticks(range(6), heads)
+axis.set_yticks(range(len(rows)), list(rows))
+axis.set_xlabel("ratio of the token, and advantage of the answer")
+axis.set_title("push on each token: -3 × gradient of the loss (1 / nat)")
+axis.grid(False)
+show_figure(
+    fig,
+    alt="Pushes on tokens of ratio 3.2, 1 and 1/2, a row for each recipe. "
+    "A = +1: most give 0, 1, 0.5; gspo 0; cispo 3.2 and tis 2 on the first; "
+    "mis 1.6 and the on-policy ones 1 on all. A = -1: most give -3.2, -1, 0; "
+    "dual_clip only -1 on the second; gspo -1.17 on all.",
+    run=run, name="recipes", data=data,
+);  # fmt: skip
+
+# %% [markdown]
+# **Read it** by columns. A good token at ratio 3.2 is silent under every clip,
+# weighs most under CISPO, and TIS cuts it to 2. A bad one at 3.2 pushes with
+# full weight unless a dual clip of 3 removes it; verl's 10 and CISPO's 5 are
+# not reached. `gspo` and `mis` judge the answer as one, so that all its tokens
+# get the same push. The odd hundredths of `grpo` are its KL term.
+
+# %% [markdown]
+# `default`, `dr_grpo` and `dapo` look alike, since one answer cannot show what
+# tells them apart: the scale of the advantages (section 1), the groups that
+# are drawn again, the divisor and the price on length (section 6). A recipe is
+# more than its loss.
+
+# %% [markdown]
 # ## Try it
 #
 # Change one thing, predict, run.
@@ -888,14 +1529,20 @@ show_figure(
 #    this pair's KL is the same both ways, and every list that you worked by
 #    hand must be reversed. If `agree` stops you, that is the check at
 #    work.</details>
+# 4. (5 minutes, easy) Halve the bound in section 7's loop over the three
+#    trust-region rules to 0.5 nat.
+#    <details><summary>What you should see</summary>`token` keeps only the
+#    middle token, and `sequence_kl` drops the answer, since 0.64 is above
+#    0.5. `agree` stops you until your hand says so too.</details>
 
 # %% [markdown]
 # ## Three takeaways
 #
 # 1. An advantage is a comparison within one question; equal rewards teach
 #    nothing, and `std` favours the questions that are nearly decided.
-# 2. A clip removes gradients, it does not hold the policy. Its range belongs
-#    to the kind of ratio: 0.2 / 0.28 for tokens, a few 0.0001 for sequences.
+# 2. A clip removes gradients, it does not hold the policy; CISPO bounds the
+#    weight and removes none. A range belongs to the kind of ratio: 0.2 / 0.28
+#    for tokens, a few 0.0001 for sequences.
 # 3. Value and gradient are two questions ($k_3$ to look at, $k_2$ to train
 #    on), and the divisor decides how much a token of a long answer counts.
 #
