@@ -19,12 +19,10 @@ def token_logprobs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> 
     Longer inputs than one piece are cut by tokens. Each piece is then computed once more in the backward pass
     instead of being kept, and its gradient is written where it belongs in that of the logits.
     """
-    pieces = _pieces(logits, labels, CHUNK_BYTES)
-    if len(pieces) > 1 and torch.is_grad_enabled() and logits.requires_grad:
+    several = len(_pieces(logits, labels, CHUNK_BYTES)) > 1
+    if several and torch.is_grad_enabled() and logits.requires_grad:
         return _RecomputedLogprobs.apply(logits, labels, temperature)
-    return torch.cat([_logprobs_of(_scaled(part, temperature), ids) for part, ids in pieces]).view(
-        labels.shape
-    )
+    return _in_pieces(logits, labels, temperature)
 
 
 def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -43,10 +41,7 @@ class _RecomputedLogprobs(torch.autograd.Function):
     def forward(ctx, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
         ctx.save_for_backward(logits, labels)
         ctx.temperature = temperature
-        pieces = _pieces(logits, labels, CHUNK_BYTES)
-        return torch.cat([_logprobs_of(_scaled(part, temperature), ids) for part, ids in pieces]).view(
-            labels.shape
-        )
+        return _in_pieces(logits, labels, temperature)
 
     @staticmethod
     def backward(ctx, slope: Tensor) -> tuple[Tensor, None, None]:
@@ -58,6 +53,14 @@ class _RecomputedLogprobs(torch.autograd.Function):
         for (out, part_slope), (part, ids) in outputs:
             out.copy_(_gradient_of(part, ids, part_slope, ctx.temperature))
         return gradient, None, None
+
+
+def _in_pieces(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """[B, S] from [B, S, V / TP] and [B, S], one piece after the other."""
+    pieces = _pieces(logits, labels, CHUNK_BYTES)
+    return torch.cat([_logprobs_of(_scaled(part, temperature), ids) for part, ids in pieces]).view(
+        labels.shape
+    )
 
 
 def _gradient_of(part: Tensor, labels: Tensor, slope: Tensor, temperature: float) -> Tensor:

@@ -299,6 +299,23 @@ def _place_hooks(model, place: list[str]) -> list:
     return hooks
 
 
+def peak_allocated_bytes(work: Callable[[], object]) -> int:
+    """Most bytes of host memory that torch had allocated at a time during `work`, beside what was there before.
+
+    Source: the allocations that torch.profiler records.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        work()
+    held = peak = 0
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
 # --- measured: processes ----------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class ProcessMemory:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -350,7 +351,7 @@ def load_profile(name: str, **changes) -> Profile:
 
     known = _profiles()
     if name not in known:
-        raise ValueError(f"unknown profile {name!r}{_nearest(name, known)}; profiles: {', '.join(known)}")
+        raise ValueError(f"unknown profile {name!r}{nearest_name(name, known)}; profiles: {', '.join(known)}")
     profile = known[name]
     if isinstance(changes.get("algorithm"), str):
         changes["algorithm"] = named_recipe(changes["algorithm"])
@@ -360,7 +361,8 @@ def load_profile(name: str, **changes) -> Profile:
     return profile
 
 
-def _nearest(word: str, known) -> str:
+def nearest_name(word: str, known: Iterable[str]) -> str:
+    """" (did you mean 'x'?)" for a message, or "" where none of `known` is near."""
     match = difflib.get_close_matches(str(word), list(known), n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""
 
@@ -371,7 +373,7 @@ def _replace(record, dotted: str, value):
     names = [f.name for f in dataclasses.fields(record)]
     if head not in names:
         raise ValueError(
-            f"unknown setting {dotted!r} of {type(record).__name__}{_nearest(head, names)}; it has: {', '.join(names)}"
+            f"unknown setting {dotted!r} of {type(record).__name__}{nearest_name(head, names)}; it has: {', '.join(names)}"
         )
     present = getattr(record, head)
     if rest:

@@ -364,21 +364,26 @@ def rendered_files() -> dict[str, str]:
 
 def stale_files(folder: Path = FOLDER) -> list[str]:
     """Names of files that are missing or not as they would be rendered now."""
+    return list(_stale_texts(folder))
+
+
+def _stale_texts(folder: Path) -> dict[str, str]:
+    """{name: text as it would be rendered now} of the stale files."""
     present = {path.name: path.read_text() for path in folder.glob("*.md")}
-    return [name for name, text in rendered_files().items() if present.get(name) != text]
+    return {name: text for name, text in rendered_files().items() if present.get(name) != text}
 
 
 def main(arguments: list[str], folder: Path = FOLDER) -> int:
     """Write the files, or with "check" name the stale ones and return 1."""
-    stale = stale_files(folder)
+    stale = _stale_texts(folder)
     if arguments == ["check"]:
         print("\n".join(f"{name} is out of date: python -m helpers.recipe_cards" for name in stale))
         return int(bool(stale))
     if arguments:
         print(f"unknown arguments {arguments}; use none, or check")
         return 2
-    for name in stale:
-        (folder / name).write_text(rendered_files()[name])
+    for name, text in stale.items():
+        (folder / name).write_text(text)
     print(f"written: {', '.join(stale) or 'nothing, all are current'}")
     return 0
 

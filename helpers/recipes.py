@@ -15,11 +15,10 @@ Which logprobs are the old ones, pi_old of the ratio? Three answers, in `Algorit
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from helpers.profiles import AlgorithmSettings
+from helpers.profiles import AlgorithmSettings, nearest_name
 
 CHOICES = {
     "advantage": ("std", "mean", "leave_one_out"),
@@ -119,7 +118,7 @@ def named_recipe(name: str) -> AlgorithmSettings:
     """
     if name not in RECIPES:
         raise ValueError(
-            f"unknown algorithm {name!r}{_nearest(name, RECIPES)}; recipes: {', '.join(RECIPES)}"
+            f"unknown algorithm {name!r}{nearest_name(name, RECIPES)}; recipes: {', '.join(RECIPES)}"
         )
     return replace(RECIPES[name].settings, recipe=name)
 
@@ -136,11 +135,6 @@ def contradictions(a: AlgorithmSettings, prompts: int) -> list[str]:
     return [f"algorithm.{line}" for line in lines]
 
 
-def _nearest(word: str, known) -> str:
-    match = difflib.get_close_matches(str(word), list(known), n=1)
-    return f" (did you mean {match[0]!r}?)" if match else ""
-
-
 def _unknown(a: AlgorithmSettings) -> Iterator[str]:
     if a.recipe not in RECIPES:
         yield f"recipe = {a.recipe!r} is only a label; to pick a recipe say algorithm={a.recipe!r}"
@@ -150,7 +144,7 @@ def _unknown(a: AlgorithmSettings) -> Iterator[str]:
     for name, known in CHOICES.items():
         value = getattr(a, name)
         if value not in known:
-            yield f"{name} = {value!r}{_nearest(value, known)}; it can be {', '.join(known)}"
+            yield f"{name} = {value!r}{nearest_name(value, known)}; it can be {', '.join(known)}"
 
 
 def _numbers(a: AlgorithmSettings) -> Iterator[str]:

@@ -270,8 +270,8 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(draft, path)
 
 
-def write_csv(path: Path, columns: Mapping[str, Iterable[Any]]) -> None:
-    """Write named columns of one length as CSV with a header line."""
+def write_csv(path: Path, columns: Mapping[str, Iterable[Any]], note: str = "") -> None:
+    """Write named columns of one length as CSV with a header line; note: a line "# ..." above it."""
     lists = {name: [_plain(v) for v in values] for name, values in columns.items()}
     lengths = {name: len(values) for name, values in lists.items()}
     if not lists or len(set(lengths.values())) > 1:
@@ -279,16 +279,21 @@ def write_csv(path: Path, columns: Mapping[str, Iterable[Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with draft.open("w", newline="", encoding="utf-8") as file:
+        if note:
+            file.write(f"# {note}\n")
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(lists)
         writer.writerows(zip(*lists.values(), strict=True))
     os.replace(draft, path)
 
 
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write records as CSV with a header line; a name that a record lacks is an empty cell. Raises ResultError without rows."""
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], note: str = "") -> None:
+    """Write records as CSV with a header line; a name that a record lacks is an empty cell. note: as write_csv's.
+
+    Raises ResultError without rows.
+    """
     names = list(dict.fromkeys(name for row in rows for name in row))
-    write_csv(path, {name: [row.get(name, "") for row in rows] for name in names})
+    write_csv(path, {name: [row.get(name, "") for row in rows] for name in names}, note)
 
 
 def _plain(value: Any) -> Any:

@@ -43,7 +43,7 @@ from typing import Any, TextIO
 
 from helpers.preflight import NotReady, check_machine
 from helpers.processes import ProcessWatch, become_subreaper, grow, process_name, process_table, send_signal
-from helpers.profiles import RUNS_VARIABLE, Profile, load_profile
+from helpers.profiles import PROFILES, RUNS_VARIABLE, Profile, load_profile
 from helpers.results import (
     METRICS, METRICS_FILE, PROJECT_ROOT, ResultError, command_for, git_commit, read_metrics,
     skipped_cells, write_atomically,
@@ -951,7 +951,7 @@ def _parser() -> argparse.ArgumentParser:
         ("report", "write report.html from what earlier runs left"),
     ):
         sub = commands.add_parser(task, help=words, description=words)
-        sub.add_argument("--profile", default="cpu", help="cpu (default), gpu, gpu-20b, cluster or verl-4394")
+        sub.add_argument("--profile", default="cpu", help=f"one of {', '.join(PROFILES)} (default cpu)")
         sub.add_argument("--notebooks", type=Path, default=PROJECT_ROOT / "notebooks", metavar="DIR")
         sub.add_argument(
             "--runs", type=Path, metavar="DIR", help="results go to DIR/<profile> (default: runs/)"

@@ -76,7 +76,7 @@ class MegatronTrainer:
             self.scheduler.step(increment=1)
             grad_norm = self._optimizer_step()
         self.steps_done += 1
-        self._hand_back()
+        self.hand_back()
         rate = self.optimizer.param_groups[0]["lr"]
         return means | {"grad_norm": grad_norm, "learning_rate": rate, "seconds": time.perf_counter() - start}
 
@@ -106,7 +106,7 @@ class MegatronTrainer:
 
         with torch.no_grad():  # forward_only alone keeps the graph: Megatron's schedule leaves this to its caller
             self._forward_backward(batch, keep, forward_only=True)
-        self._hand_back()
+        self.hand_back()
         return torch.cat(kept) if kept else None
 
     def reference_logprobs(self, batch: Batch) -> Tensor | None:
@@ -290,7 +290,7 @@ class MegatronTrainer:
         for parameter, weight in zip(self._trained_parameters(), weights, strict=True):
             parameter.data.copy_(weight)
 
-    def _hand_back(self) -> None:
+    def hand_back(self) -> None:
         """Give the driver what torch's allocator keeps for the next pass, where a server comes back to this card meanwhile."""
         if self.settings.rollout.memory_saver:
             import torch

@@ -88,8 +88,7 @@ def sync_weights(
         raise
     finally:
         sender.close()
-    if trainer.settings.rollout.memory_saver:  # a card that is too small for both: the buckets' room is the server's now
-        trainer.memory.give_back()
+    trainer.hand_back()  # the buckets' room, too
     return SyncReport(version, tensors, size / 1e6, export, waited + clock.lap(), sender.seconds, buckets)
 
 

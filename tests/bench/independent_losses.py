@@ -18,7 +18,6 @@ sampling correction stand in the middle of its rollout code and cannot be called
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import sys
@@ -45,7 +44,7 @@ from helpers.losses import cispo_loss, clipped_policy_loss
 from helpers.objective import recipe_loss
 from helpers.profiles import AlgorithmSettings
 from helpers.records import Batch
-from helpers.results import git_commit
+from helpers.results import git_commit, write_rows
 from helpers.shaping import overlong_penalty
 
 BUDGET = 9  # tokens of an answer, at most
@@ -332,12 +331,9 @@ def main() -> None:
 def write(folder: Path, rows: list[dict], record: dict) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "independent_losses.json").write_text(json.dumps(record) + "\n")
-    with (folder / "independent_losses.csv").open("w", newline="") as file:
-        versions = ", ".join(f"{k} {v}" for k, v in record["versions"].items())
-        file.write(f"# {time.strftime('%Y-%m-%d')}, commit {git_commit()}, {versions}\n")
-        table = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
+    versions = ", ".join(f"{k} {v}" for k, v in record["versions"].items())
+    label = f"{time.strftime('%Y-%m-%d')}, commit {git_commit()}, {versions}"
+    write_rows(folder / "independent_losses.csv", rows, label)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ The checkpoint is notebook 02's warm start. About three minutes on two cores, mo
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import statistics
 import sys
@@ -25,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from helpers.profiles import Profile, load_profile
-from helpers.results import git_commit, hardware
+from helpers.results import git_commit, hardware, write_rows
 
 SHAPES = {"profile cpu": (256, 32, 256), "64 x 1536": (64, 1536, 2)}  # episodes, positions, micro-batch
 EVERYTHING = {
@@ -118,47 +117,30 @@ def overhead(trainer) -> list[dict]:
     return rows
 
 
-def peak_bytes(work: Callable[[], object]) -> int:
-    """Most bytes that `work` had allocated at a time, beside what was there before."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        work()
-    held = peak = 0
-    for event in recorded.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
-
-
 def memory() -> list[dict]:
     import torch
 
     from helpers.logprobs import CHUNK_BYTES, token_entropy, token_logprobs
+    from helpers.memory import peak_allocated_bytes
 
     logits = torch.randn(1, TOKENS, VOCABULARY, dtype=torch.bfloat16).requires_grad_()
     labels, kept = torch.randint(0, VOCABULARY, (1, TOKENS)), []
     peaks = {
         "logits (bf16)": logits.nbytes,
         "a piece (fp32), at most": CHUNK_BYTES,
-        "logprobs, forward": peak_bytes(lambda: kept.append(token_logprobs(logits, labels))),
-        "logprobs, backward, with the logits' gradient": peak_bytes(lambda: kept[0].sum().backward()),
-        "entropy": peak_bytes(lambda: token_entropy(logits)),
+        "logprobs, forward": peak_allocated_bytes(lambda: kept.append(token_logprobs(logits, labels))),
+        "logprobs, backward, with the logits' gradient": peak_allocated_bytes(lambda: kept[0].sum().backward()),
+        "entropy": peak_allocated_bytes(lambda: token_entropy(logits)),
     }
     rows = [{"tokens": TOKENS, "vocabulary": VOCABULARY, "what": k, "bytes": v} for k, v in peaks.items()]
     print(*rows, sep="\n", flush=True)
     return rows
 
 
-def write(path: Path, rows: list[dict]) -> None:
+def conditions() -> str:
     machine = hardware()
     label = f"{time.strftime('%Y-%m-%d')}, commit {git_commit()}, {machine['cpu']}, {machine['cores']} cores"
-    with path.open("w", newline="") as file:
-        file.write(f"# {label}, load average {os.getloadavg()[0]:.1f}\n")
-        table = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
+    return f"{label}, load average {os.getloadavg()[0]:.1f}"
 
 
 def main() -> None:
@@ -176,8 +158,8 @@ def main() -> None:
     from helpers.trainer import MegatronTrainer
 
     trainer = MegatronTrainer(settings, checkpoint)
-    write(out / "logprob_memory.csv", memory())
-    write(out / "loss_overhead.csv", overhead(trainer))
+    write_rows(out / "logprob_memory.csv", memory(), conditions())
+    write_rows(out / "loss_overhead.csv", overhead(trainer), conditions())
 
 
 if __name__ == "__main__":

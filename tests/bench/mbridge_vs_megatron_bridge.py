@@ -21,7 +21,6 @@ Writes mbridge_vs_megatron_bridge.csv: side, check, value, detail. About a minut
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import hashlib
 import json
@@ -37,10 +36,9 @@ from pathlib import Path
 from typing import TextIO
 
 from helpers.profiles import Profile, load_profile
-from helpers.results import git_commit, hardware
+from helpers.results import git_commit, hardware, write_rows
 
 NAME = "mbridge_vs_megatron_bridge.csv"
-COLUMNS = ("side", "check", "value", "detail")
 OURS = "Megatron-Bridge"
 LENGTH, SEQUENCES, SHARD = 48, 4, 200_000
 LOUD = 30.0  # factor on gate_up_proj: activations pass the clamp at 7
@@ -425,15 +423,6 @@ def conditions() -> str:
     )
 
 
-def write(path: Path, rows: list[Row]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        file.write(f"# {conditions()}\n")
-        table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        table.writeheader()
-        table.writerows({**r, "value": shown(r["value"])} for r in rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -463,7 +452,7 @@ def main() -> None:
         rows = answers_of(OURS, settings, root, None)
         for name, folder in sites.items():
             rows += answers_of(name, settings, root, folder)
-    write(a.out / NAME, rows)
+    write_rows(a.out / NAME, [{**r, "value": shown(r["value"])} for r in rows], conditions())
 
 
 if __name__ == "__main__":

@@ -110,19 +110,12 @@ def summary(rows: list[dict], seed: int) -> dict:
 
 
 def write(path: Path, rows: list[dict]) -> None:
-    import csv
-
-    from helpers.results import git_commit, hardware
+    from helpers.results import git_commit, hardware, write_rows
 
     machine = hardware()
-    with path.open("w", newline="") as file:
-        label = f"{time.strftime('%Y-%m-%d')}, commit {git_commit()}, {machine['cpu']}"
-        file.write(f"# {label}, {machine['cores']} cores\n")
-        table = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        table.writeheader()
-        table.writerows(
-            {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows
-        )
+    label = f"{time.strftime('%Y-%m-%d')}, commit {git_commit()}, {machine['cpu']}, {machine['cores']} cores"
+    short = [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
+    write_rows(path, short, label)
 
 
 def main() -> None:

@@ -5,25 +5,13 @@ tests/bench/loss_overhead.py measures 4096 tokens; these are fewer, so that the 
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from helpers import logprobs as module
+from helpers.memory import peak_allocated_bytes
 
 pytestmark = pytest.mark.engine
 TOKENS, VOCABULARY = 300, 201_088
 SMALL = 1 << 20  # labels, logprobs, masks
-
-
-def peak_bytes(work) -> int:
-    """Most bytes that `work` had allocated at a time, beside what was there before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        work()
-    held = peak = 0
-    for event in recorded.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +34,17 @@ def case(trainer, drawn, monkeypatch):
 def test_one_fp32_copy_of_a_piece_is_all_that_logprobs_hold(case, temperature):
     logits, labels, piece, whole = case
     leaf, found = logits.requires_grad_(), []
-    forward = peak_bytes(lambda: found.append(module.token_logprobs(leaf, labels, temperature)))
-    backward = peak_bytes(lambda: found[0].sum().backward())
+    forward = peak_allocated_bytes(lambda: found.append(module.token_logprobs(leaf, labels, temperature)))
+    backward = peak_allocated_bytes(lambda: found[0].sum().backward())
     assert piece <= forward <= piece + SMALL
     assert whole + piece <= backward <= whole + piece + SMALL  # the gradient itself is as large as the logits
     with torch.no_grad():
-        assert peak_bytes(lambda: module.token_logprobs(leaf, labels, temperature)) <= piece + SMALL
+        assert peak_allocated_bytes(lambda: module.token_logprobs(leaf, labels, temperature)) <= piece + SMALL
 
 
 def test_entropy_stays_within_a_piece(case):
     logits, _, piece, _ = case
-    assert piece / 2 < peak_bytes(lambda: module.token_entropy(logits)) <= piece + SMALL
+    assert piece / 2 < peak_allocated_bytes(lambda: module.token_entropy(logits)) <= piece + SMALL
 
 
 def test_the_measurement_sees_what_is_not_cut(case, monkeypatch):
@@ -64,7 +52,7 @@ def test_the_measurement_sees_what_is_not_cut(case, monkeypatch):
     logits, labels, piece, whole = case
     monkeypatch.setattr(module, "CHUNK_BYTES", 1 << 40)
     logits.requires_grad_()
-    assert peak_bytes(lambda: module.token_logprobs(logits, labels).sum().backward()) > 2 * 2 * whole > piece
+    assert peak_allocated_bytes(lambda: module.token_logprobs(logits, labels).sum().backward()) > 2 * 2 * whole > piece
 
 
 def test_the_logits_are_left_as_they_were(case):

@@ -245,3 +245,8 @@ def test_rows_of_different_names_become_one_table(tmp_path):
     assert (tmp_path / "x.csv").read_text() == "a,b,c\n1,2.5,\n3,,x\n"
     with pytest.raises(ResultError, match="columns of one length"):
         write_rows(tmp_path / "y.csv", [])
+
+
+def test_a_note_stands_above_the_header(tmp_path):
+    results.write_rows(tmp_path / "a.csv", [{"x": 1, "y": "b"}], "2026-11-30, 2 cores")
+    assert (tmp_path / "a.csv").read_text() == "# 2026-11-30, 2 cores\nx,y\n1,b\n"
