@@ -112,7 +112,7 @@ def test_every_file_of_the_gpu_benches_is_labelled():
 
 
 def test_the_gpu_tests_results_say_where_they_ran():
-    """Forty of 42 held on the card; the other two are told in the README with what was wrong in the tests."""
+    """How many held stands in the README, with the name of each that did not."""
     found = json.loads((PROJECT_ROOT / "tests" / "gpu" / "recorded" / "gpu_tests.json").read_text())
     assert "H200" in str(found["hardware"]) and len(found["commit"]) == 40 and found["versions"]["sglang"]
     failed = sorted(name.rpartition("::")[2] for name, outcome in found["outcomes"].items() if outcome != "passed")
