@@ -196,8 +196,11 @@ class TrainerActor:
     def sync(self, clients: Clients, version: str) -> SyncReport:
         return sync_weights(self.trainer, clients.open(), version)
 
-    def save(self, folder: str) -> str:
-        return str(self.trainer.save(folder))
+    def save(self, folder: str, data: dict | None = None, wait: bool = True) -> str:
+        return str(self.trainer.save(folder, data, wait))
+
+    def finish_saves(self) -> None:
+        self.trainer.finish_saves()
 
     def resume(self, folder: str) -> int:
         return self.trainer.resume(folder)
@@ -248,8 +251,10 @@ class RolloutActor:
     def wait(self) -> str:
         return self.server.wait().url
 
-    def roll_out(self, problems: Sequence[Problem], greedy: bool = False) -> list[Episode]:
-        return roll_out(self.server, problems, self.settings, greedy)
+    def roll_out(
+        self, problems: Sequence[Problem], greedy: bool = False, draw: int | None = None, first: int = 0
+    ) -> list[Episode]:
+        return roll_out(self.server, problems, self.settings, greedy, draw, first)
 
     def release_memory(self) -> float:
         return self.server.release_memory()
@@ -335,8 +340,13 @@ class GrpoCluster:
         return ranks
 
     # --- the calls of one step ----------------------------------------------------------------------------------------
-    def roll_out(self, problems: Sequence[Problem], greedy: bool = False) -> list[Episode]:
-        """Episodes of all problems in order; with several engines each takes a contiguous share of the problems."""
+    def roll_out(
+        self, problems: Sequence[Problem], greedy: bool = False, draw: int | None = None
+    ) -> list[Episode]:
+        """Episodes of all problems in order; with several engines each takes a contiguous share of the problems.
+
+        draw: as in helpers.rollout.roll_out; the answers do not depend on the number of engines.
+        """
         import dataclasses
 
         import ray
@@ -346,7 +356,7 @@ class GrpoCluster:
         for i, engine in enumerate(self.engines):
             share = list(problems[i * size : (i + 1) * size])
             if share:
-                shares.append((i * size, engine.roll_out.remote(share, greedy)))
+                shares.append((i * size, engine.roll_out.remote(share, greedy, draw, i * size)))
         episodes = []
         for first, reference in shares:
             episodes += [dataclasses.replace(e, group=e.group + first) for e in ray.get(reference)]
@@ -391,8 +401,13 @@ class GrpoCluster:
 
         return max(ray.get([engine.resume_memory.remote() for engine in self.engines]))
 
-    def save(self, folder: Path | str) -> Path:
-        return Path(self._all("save", str(folder))[0])
+    def save(self, folder: Path | str, data: dict | None = None, wait: bool = True) -> Path:
+        """A checkpoint of all ranks, as MegatronTrainer.save; with wait=False it is written while training goes on."""
+        return Path(self._all("save", str(folder), data, wait)[0])
+
+    def finish_saves(self) -> None:
+        """Wait for a checkpoint that is being written. Raises SaveError where it could not be."""
+        self._all("finish_saves")
 
     def resume(self, folder: Path | str) -> int:
         return self._all("resume", str(folder))[0]
@@ -413,6 +428,10 @@ class GrpoCluster:
 
         if self.group is None:
             return
+        try:
+            self.finish_saves()
+        except Exception as error:  # the ranks may be what has failed
+            log.warning("a checkpoint may be unfinished: %s", str(error).splitlines()[-1:])
         ray.get([e.stop.remote() for e in self.engines], timeout=60)
         for actor in (*self.engines, *self.trainers):
             ray.kill(actor)

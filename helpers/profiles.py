@@ -62,6 +62,9 @@ class SamplingSettings:
 
     temperature: float = 1.0
     max_new_tokens: int = 24
+    # each sampled answer has a seed of its own, a function of the run's seed, the draw and its place, so that a run can be
+    # repeated and resumed token by token. On a GPU that takes --enable-deterministic-inference, which is slower
+    seeded: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,7 @@ class TrainerSettings:
     clip_grad: float = 1.0
     micro_batch: int = 256  # episodes a forward-backward pass and rank
     seq_length: int | None = None  # None: the step's longest episode, rounded up to 8
+    keep_saves: int = 2  # newest checkpoints of a run that are kept
     freeze_experts: bool = False
 
 
@@ -295,7 +299,7 @@ def _profiles() -> dict[str, Profile]:
     )
     long_answers = SamplingSettings(max_new_tokens=1024)
     return {
-        "cpu": Profile(name="cpu", device="cpu"),
+        "cpu": Profile(name="cpu", device="cpu", sampling=SamplingSettings(seeded=True)),
         # learning rates: those of profile cpu, divided by the ratio of the widths (768 / 64)
         "gpu": Profile(
             name="gpu", model=few_hundred_million, task="median-15", heldout=512,

@@ -112,6 +112,8 @@ def server_command(settings: Profile, checkpoint: Path, port: int) -> list[str]:
     if settings.device == "cpu":
         # "triton" is the name under which SGLang runs gpt-oss experts (bias, clamp, alpha) in plain torch without AMX
         command += ["--device", "cpu", "--moe-runner-backend", "triton"]
+    elif settings.sampling.seeded:
+        command.append("--enable-deterministic-inference")
     if settings.algorithm.routing_replay:
         command.append(RETURN_EXPERTS)
         if settings.device == "cuda":
@@ -293,9 +295,12 @@ class RolloutServer(SGLangClient):
         temperature: float,
         n: int = 1,
         max_new_tokens: int = 24,
+        seeds: Sequence[int] = (),
         **extra,
     ):
         """SGLang's raw answers, n for each prompt in order, with one logprob a token.
+
+        seeds: one an answer; without them the server draws as it goes.
 
         A prompt is sent n times rather than once with SGLang's own n: that would prefill each prompt once more by itself,
         to fill a prefix cache which a CPU profile does without.
@@ -306,9 +311,8 @@ class RolloutServer(SGLangClient):
             stop_token_ids=stop_token_ids(self.tokenizer),
         )
         ids = [list(p) for p in prompts for _ in range(n)]
-        outputs = self.post(
-            "/generate", input_ids=ids, sampling_params=sampling, return_logprob=True, **extra
-        )
+        each = [sampling | {"sampling_seed": seed} for seed in seeds] or sampling
+        outputs = self.post("/generate", input_ids=ids, sampling_params=each, return_logprob=True, **extra)
         return outputs if isinstance(outputs, list) else [outputs]
 
     def prompt_logprobs(self, tokens: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -413,10 +417,28 @@ def shared_server(settings: Profile, checkpoint: Path | str) -> Iterator[dict[st
         server.stop()
 
 
+def answer_seeds(seed: int, draw: int, first: int, count: int) -> list[int]:
+    """Seeds of answers first ... first + count of a draw: the same however the draw is split over servers.
+
+    >>> answer_seeds(0, 5, 0, 4)[2:] == answer_seeds(0, 5, 2, 2), answer_seeds(0, 6, 0, 2) == answer_seeds(0, 5, 0, 2)
+    (True, False)
+    """
+    rng = random.Random(f"answers-{seed}-{draw}")
+    return [rng.getrandbits(62) for _ in range(first + count)][first:]
+
+
 def roll_out(
-    server: RolloutServer, problems: Sequence[Problem], settings: Profile, greedy: bool = False
+    server: RolloutServer,
+    problems: Sequence[Problem],
+    settings: Profile,
+    greedy: bool = False,
+    draw: int | None = None,
+    first: int = 0,
 ) -> list[Episode]:
     """group_size sampled answers for each problem (one greedy answer each if `greedy`), as episodes in order.
+
+    draw: number of this draw of questions in the run (helpers.dynamic_sampling.draw_step). With it, and in a profile whose
+    sampling is seeded, the same weights give the same answers again. first: place of problems[0] in the draw.
 
     With algorithm.routing_replay each holds the experts that its tokens took. Raises RolloutError where the server
     returns none, ValueError where no router can have made such a choice.
@@ -426,7 +448,10 @@ def roll_out(
     temperature = 0.0 if greedy else settings.sampling.temperature
     replay = settings.algorithm.routing_replay and not greedy  # greedy answers are scored, never trained on
     extra = {"return_routed_experts": True} if replay else {}
-    outputs = server.generate(prompts, temperature, n, settings.sampling.max_new_tokens, **extra)
+    seeds = ()
+    if draw is not None and settings.sampling.seeded and not greedy:
+        seeds = answer_seeds(settings.seed, draw, first * n, len(prompts) * n)
+    outputs = server.generate(prompts, temperature, n, settings.sampling.max_new_tokens, seeds, **extra)
     if len(outputs) != n * len(prompts):
         raise RolloutError(f"asked SGLang for {n} x {len(prompts)} answers, got {len(outputs)}")
     shape = RoutingShape.of(read_config(server.checkpoint)) if replay else None

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from helpers.anatomy import tensor_shapes
 from helpers.bridge import (
@@ -27,6 +27,8 @@ from helpers.offload import PARTS, OffloadError, TrainerMemory, Where, staged_ta
 from helpers.profiles import Profile
 from helpers.records import Batch, LossOutput
 from helpers.routing_replay import choose_experts, replaying
+from helpers.saves import SaveError, partial_name, publish
+from helpers.upstream_fixes import checkpoint_queue_ends_with_its_process
 from helpers.tensor_files import read_config
 
 if TYPE_CHECKING:
@@ -45,9 +47,11 @@ class MegatronTrainer:
         self.checkpoint = Path(checkpoint)
         self.seconds = {"import": prepare_process(settings)}
         import torch
+        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
         torch.manual_seed(settings.seed)
         start_ranks(settings, rank, store)
+        self._saves = AsyncCallsQueue()
         self.model: MegatronModel = load_megatron(checkpoint, settings)
         self.seconds |= self.model.seconds
         with quiet_libraries():
@@ -70,6 +74,7 @@ class MegatronTrainer:
         """
         start = time.perf_counter()
         self._require("update", *PARTS)
+        self.finish_saves(wait=False)
         with phase("forward-backward"):
             means = self.backward(batch, loss)
         with phase("optimizer step"):
@@ -104,7 +109,9 @@ class MegatronTrainer:
             kept.append((logprobs * part.loss_mask).detach().cpu())
             return LossOutput(logprobs.sum() * 0, part.loss_mask.sum())
 
-        with torch.no_grad():  # forward_only alone keeps the graph: Megatron's schedule leaves this to its caller
+        with (
+            torch.no_grad()
+        ):  # forward_only alone keeps the graph: Megatron's schedule leaves this to its caller
             self._forward_backward(batch, keep, forward_only=True)
         self.hand_back()
         return torch.cat(kept) if kept else None
@@ -205,48 +212,66 @@ class MegatronTrainer:
                     stale.append(name.removeprefix("module.").removeprefix("module."))
         return stale
 
-    def save(self, folder: Path | str) -> Path:
+    def save(self, folder: Path | str, data: Mapping[str, Any] | None = None, wait: bool = True) -> Path:
         """Write model, optimizer, schedule, random state and step count as a Megatron distributed checkpoint.
 
-        Written beside its place and renamed by rank 0: a folder of that name is always a whole checkpoint.
+        Any layout can resume it. Written beside its place and renamed when it is whole, with a SHA-256 of every file; of
+        the `step-<n>` folders beside it the newest settings.trainer.keep_saves stay.
+        data: what the run has to remember, JSON, kept in run.json. wait=False: a forked process writes what the weights are
+        now while training goes on; the folder appears at the first update, save or finish_saves after that process is done.
+        Raises SaveError when it cannot be written, this one or the one before it.
         """
-        import os
-        import shutil
-
-        import torch.distributed as dist
         from megatron.core import dist_checkpointing
 
         self._require("save", "weights", "optimizer")
+        self.finish_saves()  # one writer at a time; and what it left behind may be cleared
+        checkpoint_queue_ends_with_its_process()
         folder = Path(folder)
-        partial_folder = folder.with_name(f".{folder.name}.partial")
-        if self.rank == 0:
-            shutil.rmtree(partial_folder, ignore_errors=True)
-            partial_folder.mkdir(parents=True)
-        dist.barrier()
+        self._together(partial(_empty_partial, folder), f"{folder} cannot be written")
         with quiet_libraries():
-            dist_checkpointing.save(self._state(loading=False), str(partial_folder))
-        dist.barrier()
-        if self.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(partial_folder, folder)
-        dist.barrier()
+            request = dist_checkpointing.save(
+                self._state(loading=False), str(partial_name(folder)), async_sharded_save=True, async_strategy="mcore",
+                verify_integrity=True,
+            )  # fmt: skip
+            request.add_finalize_fn(partial(self._publish, folder, dict(data or {})))
+            self._saves.schedule_async_request(request)
+        if wait:
+            self.finish_saves()
         return folder
 
+    def finish_saves(self, wait: bool = True) -> None:
+        """Give a checkpoint that was being written its name; wait=False only looks whether it is ready. Raises SaveError."""
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        if not self._saves.get_num_unfinalized_calls():
+            return
+        try:
+            with quiet_libraries():
+                self._saves.maybe_finalize_async_calls(blocking=wait)
+        except SaveError:
+            raise
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
+            raise SaveError(
+                f"a checkpoint could not be written: {_root_cause(error)}; training can go on, its last whole checkpoint "
+                "stays. Free space or choose another folder"
+            ) from error
+
     def resume(self, folder: Path | str) -> int:
-        """Load what `save` wrote; returns the number of steps done. Raises FileNotFoundError where there is none."""
+        """Load what `save` wrote, in this layout or another; returns the number of steps done.
+
+        Raises FileNotFoundError where there is none, SaveError where a file is missing, cut or changed.
+        """
         import torch
-        from megatron.core import dist_checkpointing
 
         self._require("resume", "weights", "optimizer")
         if not Path(folder).is_dir():
             raise FileNotFoundError(
                 f"no trainer checkpoint in {folder}: it is written every few steps by notebook 06"
             )
-        with quiet_libraries():
-            state = dist_checkpointing.load(self._state(loading=True), str(folder))
+        state = self._loaded(Path(folder))
         for i, chunk in enumerate(self._unwrapped()):
             chunk.load_state_dict(state[f"model{i}"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(self._optimizer_of_this_layout(state))
         self.scheduler.num_steps = 0  # Megatron's load_state_dict adds to the present count
         self.scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(state["random"])
@@ -255,10 +280,11 @@ class MegatronTrainer:
         return self.steps_done
 
     def close(self) -> None:
-        """Give the device's memory back for good; the trainer cannot be used afterwards.
+        """Finish saves and give the device's memory back for good; the trainer cannot be used afterwards.
 
         Megatron's global state keeps references to a model, so that dropping the trainer frees nothing.
         """
+        self.finish_saves()
         self.memory.discard()
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -349,11 +375,78 @@ class MegatronTrainer:
         import torch
 
         state = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(self._unwrapped())}
-        optimizer = self.optimizer.sharded_state_dict(state["model0"], is_loading=loading)
+        # For any layout: a key a parameter, whatever optimizer of a chain holds it. (The distributed optimizer's own default,
+        # shards cut from flat buffers, is no longer saved: "ShardedTensor.flattened_range is not supported".)
+        any_layout = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "chained_optim_avoid_prefix": True,
+        }
+        optimizer = self.optimizer.sharded_state_dict(
+            state["model0"], is_loading=loading, metadata=any_layout
+        )
         return state | {
             "optimizer": optimizer, "scheduler": self.scheduler.state_dict(), "random": torch.get_rng_state(),
             "steps_done": self.steps_done,
         }  # fmt: skip
+
+    def _loaded(self, folder: Path) -> dict:
+        """The state dict of a checkpoint whose files are what they were when written; of all ranks or of none."""
+        from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.core import CheckpointingException
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        # rank 0 reads every byte and tells the others, who would wait in a collective for a rank that has raised
+        self._together(partial(_check_integrity, folder), f"{folder} cannot be used")
+        try:
+            with quiet_libraries():
+                return dist_checkpointing.load(self._state(loading=True), str(folder))
+        except (CheckpointingException, CheckpointException) as error:
+            raise SaveError(f"{folder} is no checkpoint of this model: {_root_cause(error)}") from error
+
+    def _optimizer_of_this_layout(self, state: dict) -> dict:
+        """What the optimizer loads, of a checkpoint of any layout.
+
+        Adam's moments have a key a parameter, and are there already. How parameters are grouped, and into how many chained
+        optimizers, is the layout's: the groups are our own, with the number of steps that the checkpoint has done.
+        """
+        import torch
+
+        own = _unwrapped_locals(self._state(loading=True)["optimizer"])
+        chained = 0 in own
+        loaded = {}
+        for number in [n for n in own if isinstance(n, int)] if chained else [None]:
+            wanted = own[number] if chained else own
+            found = state["optimizer"][number] if chained else state["optimizer"]
+            piece = {name: found.get(name, value) for name, value in wanted.items()}
+            adam, ours = (
+                p.get("optimizer", p) for p in (piece, wanted)
+            )  # below it in bf16 and where it is distributed
+            adam["param_groups"] = [
+                group | ({"step": state["steps_done"]} if "step" in group else {})
+                for group in ours["param_groups"]
+            ]
+            if "state" in ours and not any("step" in group for group in ours["param_groups"]):
+                adam["state"]["common_step"] = torch.tensor(float(state["steps_done"]))  # torch's Adam
+            loaded[number] = piece
+        return loaded if chained else loaded[None]
+
+    def _publish(self, folder: Path, data: dict) -> None:
+        keep = self.settings.trainer.keep_saves
+        self._together(partial(publish, folder, data, keep), f"{folder} could not be given its name")
+
+    def _together(self, work: Callable[[], None], problem: str) -> None:
+        """Do something once, on rank 0; all ranks raise SaveError when it fails, so that none waits for another."""
+        import torch.distributed as dist
+
+        reason: list[str] = [""]
+        if self.rank == 0:
+            try:
+                work()
+            except Exception as error:
+                reason = [_root_cause(error)]
+        dist.broadcast_object_list(reason, src=0)
+        if reason[0]:
+            raise SaveError(f"{problem}: {reason[0]}")
 
     def _zero_gradients(self) -> None:
         for chunk in self.model.chunks:
@@ -465,3 +558,38 @@ class MegatronTrainer:
         if not ok:
             raise FloatingPointError(f"the optimizer refused step {self.steps_done}: its gradients overflow")
         return float(grad_norm or 0.0)
+
+
+def _unwrapped_locals(state):
+    """A sharded state dict with the plain values that Megatron marks as not to be saved."""
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+    if isinstance(state, LocalNonpersistentObject):
+        return state.unwrap()
+    if isinstance(state, dict):
+        return {name: _unwrapped_locals(value) for name, value in state.items()}
+    return [_unwrapped_locals(value) for value in state] if isinstance(state, list) else state
+
+
+def _empty_partial(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(partial_name(folder), ignore_errors=True)
+    partial_name(folder).mkdir(parents=True)
+
+
+def _check_integrity(folder: Path) -> None:
+    """Every byte of a checkpoint against the sums that were written with it. Raises CheckpointingException."""
+    from megatron.core.dist_checkpointing.validation import verify_integrity_manifest
+
+    with quiet_libraries():
+        verify_integrity_manifest(str(folder))
+
+
+def _root_cause(error: BaseException) -> str:
+    """Type and first line of what stands at the bottom of a chain of exceptions."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    for failed, _ in getattr(error, "failures", {}).values():  # rank -> (exception, traceback)
+        return _root_cause(failed)
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

@@ -6,8 +6,13 @@ tensor parallelism is compared with it (tests/integration/test_parallel.py runs 
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import multiprocessing
+import os
+import signal
 import sys
+from multiprocessing.managers import SyncManager
 
 
 def sinks_are_sharded(models: list) -> list:
@@ -56,6 +61,27 @@ def remember_absent_packages(names: tuple[str, ...] = ("modelopt",)) -> None:
     for name in names:
         if name not in sys.modules and importlib.util.find_spec(name) is None:
             sys.modules[name] = None
+
+
+def checkpoint_queue_ends_with_its_process() -> None:
+    """Give Megatron's checkpoint writer a results queue whose process ends when this one does, however it ends.
+
+    megatron-core makes one in a spawned manager (dist_checkpointing/strategies/filesystem_async.py) that outlives a killed
+    trainer rank for good, with the 500 MB of a torch import. This one imports no torch.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if filesystem_async._results_queue is None:
+        manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
+        manager.start(_end_with, (os.getpid(),))
+        filesystem_async._results_queue = manager.Queue()
+
+
+def _end_with(parent: int) -> None:
+    """In the manager's process: be killed with the thread that started it (prctl PR_SET_PDEATHSIG, 1 in linux/prctl.h)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before
+        os._exit(0)
 
 
 def _named_parameters(models: list):

@@ -23,6 +23,16 @@ def register() -> None:
         "sglang.srt.state_capturer.base.BaseHostCache.__init__", _unpinned_host_cache, HookType.REPLACE
     )
     HookRegistry.register("sglang.srt.models.gpt_oss.GptOssAttention.__init__", _fp32_sinks, HookType.AROUND)
+    from helpers.cpu.sglang_sampling import murmur_hash32, seeds_of_requests
+
+    HookRegistry.register(
+        "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32, HookType.REPLACE
+    )
+    HookRegistry.register(
+        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
+        seeds_of_requests,
+        HookType.AROUND,
+    )
 
 
 def _sink_attention(runner):

@@ -187,7 +187,7 @@ def draw(step, number):
     count = settings.batch.prompts
     problems = task.sample(count, draw_step(step, number))
     with clock("rollout_seconds"):
-        episodes = cluster.roll_out(problems)
+        episodes = cluster.roll_out(problems, draw=draw_step(step, number))
     with clock("score_seconds"):
         return episodes, score(episodes, problems, tokenizer)
 
@@ -230,36 +230,50 @@ def keep(step, drawn, stats, sync):
 
 
 # %% [markdown]
-# A run that stopped goes on from its newest checkpoint: model, optimizer,
-# schedule and random state come back, and the questions of step *n* are a
-# function of seed and *n* alone.
+# A run that stopped, or was killed, goes on from its newest whole checkpoint:
+# model, optimizer, schedule and random state come back, and the curve so far.
+# The questions of step *n* are a function of seed and *n* alone, and so are the
+# seeds that the answers are sampled with (`draw=` above). On the CPU the curve
+# that follows is the one of an uninterrupted run, bit by bit.
+#
+# A checkpoint is written by a forked process while training goes on, gets its
+# name when it is whole, and the two newest are kept.
 
 # %%
+from helpers.saves import resume_newest, step_folder
+
 saved = settings.run_folder("06_train") / f"trainer-{a.recipe}"
-first = 0
+first, rows, looks = 0, [], {"step": [0], "accuracy": [before]}
 if RESUME:
-    newest = max(saved.glob("step-*"), key=lambda p: int(p.name[5:]))
-    updates = cluster.resume(newest)
-    first = updates // settings.algorithm.mini_batches
+    first, kept = resume_newest(saved, cluster.resume)
+    rows, looks = kept["rows"], kept["looks"]
+    before = looks["accuracy"][0]
     cluster.sync_weights(f"step-{first}")
 print("first step:", first)
 
 # %%
-rows, looks = [], {"step": [first], "accuracy": [before]}
 plot = LivePlot({"reward": "mean reward (share right)",
                  "length": "completion length (tokens)",
                  "entropy": "entropy (nat a token)"})
+
+
+def draw_row(row):
+    plot.add(row["step"], reward=row["reward"], length=row["length"],
+             entropy=row["entropy"])
+
+
+for row in rows:  # of the run that is resumed
+    draw_row(row)
 for step in progress(range(first, settings.steps), label="GRPO steps"):
     rows.append(grpo_step(step))
-    last = rows[-1]
-    plot.add(step, reward=last["reward"], length=last["length"],
-             entropy=last["entropy"])
+    draw_row(rows[-1])
     done = step + 1
     if done % EVAL_EVERY == 0 or done == settings.steps:
         looks["step"].append(done)
         looks["accuracy"].append(held_out_accuracy())
     if SAVE_EVERY and (done % SAVE_EVERY == 0 or done == settings.steps):
-        cluster.save(saved / f"step-{done}")
+        cluster.save(step_folder(saved, done),
+                     {"rows": rows, "looks": looks}, wait=False)
 plot.finish(run, "training", alt="Three curves over the GRPO steps: mean "
             "reward, completion length and entropy of the policy.")
 
@@ -405,7 +419,8 @@ print(f"one more step moved them by {moved:.1e}")
 
 # %%
 if SAVE_EVERY:
-    updates = cluster.resume(saved / f"step-{settings.steps}")
+    cluster.finish_saves()
+    updates = cluster.resume(step_folder(saved, settings.steps))
     difference = (cluster.logprobs(batch) - now).abs().max().item()
     print(f"resumed after {updates} updates, "
           f"largest difference {difference:.1e}")

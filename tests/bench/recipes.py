@@ -43,12 +43,12 @@ class Bench:
         self.task = load_task(settings.task, seed)
         self.held_out = self.task.held_out(settings.heldout)
 
-    def roll_out(self, problems, greedy: bool = False):
+    def roll_out(self, problems, greedy: bool = False, draw: int | None = None):
         """(episodes, rewards)"""
         from helpers.rewards import score
         from helpers.rollout import roll_out
 
-        episodes = roll_out(self.server, problems, self.trainer.settings, greedy)
+        episodes = roll_out(self.server, problems, self.trainer.settings, greedy, draw)
         return episodes, score(episodes, problems, self.tokenizer)
 
     def accuracy(self) -> float:
@@ -77,7 +77,8 @@ class Bench:
         count = settings.batch.prompts
 
         def draw(extra: int):
-            return self.roll_out(self.task.sample(count, draw_step(number, extra)))
+            place = draw_step(number, extra)
+            return self.roll_out(self.task.sample(count, place), draw=place)
 
         sampled = fill_step(draw, count, settings.algorithm.extra_draws)
         rewards = shuffled(sampled.rewards, f"{self.seed}-{number}") if name == CONTROL else sampled.rewards

@@ -19,6 +19,7 @@ from helpers import upstream_fixes
 from helpers.profiles import load_profile
 
 STEPS = 5
+FOLLOWING = 2  # more steps, after a trainer checkpoint was written
 LENGTHS = (5, 17, 33, 48, 48, 9, 24, 40)  # shorter than the window of 16, and up to three of it
 LAYOUTS = {  # world size -> layout -> settings of the trainer
     1: {"one": {}},
@@ -123,9 +124,9 @@ def logits_of(trainer, batch):
 
 def measure(settings, checkpoint: Path, rank: int, folder: Path) -> dict:
     """What this layout computes: logits, the export before training, a pass's metrics with other experts, STEPS
-    steps, the export after them.
+    steps, the export after them, and FOLLOWING more steps after a trainer checkpoint.
 
-    The last once more in `folder`, written from offloaded weights.
+    The export once more in `folder`, written from offloaded weights; the trainer checkpoint is in `folder`.saved.
     """
     import torch.distributed as dist
 
@@ -143,7 +144,10 @@ def measure(settings, checkpoint: Path, rank: int, folder: Path) -> dict:
     dist.barrier()
     trainer.memory.restore()
     written = compare_weights(weights, folder)
+    trainer.save(folder.with_name(f"{folder.name}.saved"))
+    following = [trainer.update(batch) for _ in range(FOLLOWING)]
     return {
+        "following": following,
         "difference": difference,
         "logits": logits,
         "replayed": metrics,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import STEPS, make_batch, profile
 
 from helpers.profiles import load_profile
 
@@ -31,7 +32,10 @@ def results(checkpoint, tmp_path_factory):
     command = [sys.executable, "-W", "ignore", str(RANKS), str(checkpoint), str(out), "1", "2", "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return {file.stem: torch.load(file, weights_only=False) for file in out.glob("*.pt")}
+    found = {file.stem: torch.load(file, weights_only=False) for file in out.glob("*.pt")}
+    for name, run in found.items():
+        run["saved"] = out / f"{name}.saved"
+    return found
 
 
 def gap(results, layout: str, what: str) -> float:
@@ -88,6 +92,36 @@ def test_every_layout_exports_the_checkpoint_bit_by_bit(results, layout):
 def test_every_layout_writes_its_trained_weights_as_a_checkpoint(results, layout):
     """From weights that are offloaded, streamed to disk by rank 0 while all ranks take part; read back bit by bit."""
     assert not results[layout]["written"], results[layout]["written"]
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint, trainer):
+    """A trainer on one rank with the layouts' settings. (`trainer` comes first: one parallel state a process.)"""
+    from helpers.trainer import MegatronTrainer
+
+    return MegatronTrainer(profile(1, {}), checkpoint)
+
+
+@pytest.mark.parametrize("layout", ("1-one", *SOUND))
+def test_a_checkpoint_of_any_layout_goes_on_on_one_rank(results, layout, alone):
+    """Model, Adam's moments and schedule: the next steps are those that the layout itself took."""
+    assert alone.resume(results[layout]["saved"]) == STEPS
+    for wanted in results[layout]["following"]:
+        got = alone.update(make_batch())
+        for name in ("loss", "grad_norm", "learning_rate"):
+            assert got[name] == pytest.approx(wanted[name], rel=1e-5), name
+
+
+def test_without_adams_moments_the_next_steps_are_others(results, alone):
+    """Control: the weights of one layout with another's moments and step count do not give its curve."""
+    run = results["2-tp2-sp"]
+    alone.resume(results["1-one"]["saved"])
+    for _ in range(3):
+        alone.update(dataclasses.replace(make_batch(), advantages=-make_batch().advantages))
+    alone.load_weights(run["saved"].with_suffix(""))
+    got = [alone.update(make_batch())["loss"] for _ in range(2)]
+    assert got[0] == pytest.approx(run["following"][0]["loss"], rel=1e-5)
+    assert got[1] != pytest.approx(run["following"][1]["loss"], rel=1e-4)
 
 
 def test_an_uncorrected_gradient_norm_is_caught(results):
