@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -237,7 +238,12 @@ def parameter_table(config: object) -> tuple[ParameterRow, ...]:
     "expert matrices" alone is 19,110,297,600 in 48.
     "norms" counts the final norm too (its `layers` names the decoder layers).
     """
-    arch, counts = read_architecture(config), {}
+    return _parameter_table(read_architecture(config))
+
+
+@lru_cache(maxsize=256)
+def _parameter_table(arch: Architecture) -> tuple[ParameterRow, ...]:
+    counts: dict[str, tuple[int, int]] = {}
     for name, shape in tensor_shapes(arch).items():
         tensors, parameters = counts.get(component_of(name), (0, 0))
         counts[component_of(name)] = (tensors + 1, parameters + math.prod(shape))

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from helpers.anatomy import parameter_table, total_parameters
+from helpers.anatomy import total_parameters
+from helpers.layout import Layout, architecture, rank_parameters
 from helpers.processes import process_tree, pss
 from helpers.profiles import Profile
 
@@ -26,26 +27,31 @@ CHUNK_BYTES = 256 << 20  # of one fp32 copy of the logits that the trainer's los
 # --- predicted --------------------------------------------------------------------------------------------------------
 def parameter_count(settings: Profile) -> int:
     """Parameters of the profile's model, from its config alone."""
-    return total_parameters(settings.model)
+    return total_parameters(architecture(settings.model))
 
 
-def predicted_trainer_bytes(settings: Profile) -> dict[str, int]:
-    """Bytes of the trainer's long-lived tensors on one rank without parallelism: weights, gradients, Adam.
+def predicted_trainer_bytes(
+    settings: Profile, layout: Layout | None = None, stage: int = 0
+) -> dict[str, int]:
+    """Bytes of the trainer's long-lived tensors on one rank: weights, gradients, Adam.
 
     fp32: Megatron's optimizer updates the weights in place, so there is no master copy; bf16 adds an fp32 one.
+    layout: None takes the profile's own. With the distributed optimizer, Adam's state of dense weights is spread over
+    DP x CP ranks and that of experts over EDP; gradients stay whole (DDP's buffer). stage: of the pipeline.
     """
-    n, size = parameter_count(settings), _BYTES[settings.model.dtype]
-    trainable = n if not settings.trainer.freeze_experts else n - _expert_parameters(settings)
+    layout = layout or Layout.of(settings.trainer)
+    rank, size = rank_parameters(settings.model, layout, stage), _BYTES[settings.model.dtype]
+    experts = 0 if settings.trainer.freeze_experts else rank.experts
+    shared = layout.distributed_optimizer
+    adam = -(-rank.dense // (layout.data * layout.context if shared else 1)) + -(
+        -experts // (layout.expert_data if shared else 1)
+    )
     return {
-        "weights": n * size,
-        "gradients": trainable * 4,  # DDP keeps the buffer in fp32 (grad_reduce_in_fp32)
-        "Adam moments": trainable * 8,
-        "master weights": 0 if size == 4 else trainable * 4,
+        "weights": rank.total * size,
+        "gradients": (rank.dense + experts) * 4,  # DDP keeps the buffer in fp32 (grad_reduce_in_fp32)
+        "Adam moments": adam * 8,
+        "master weights": 0 if size == 4 else adam * 4,
     }
-
-
-def _expert_parameters(settings: Profile) -> int:
-    return sum(row.parameters for row in parameter_table(settings.model) if "expert" in row.component)
 
 
 def predicted_logits_bytes(settings: Profile, episodes: int, sequence: int) -> int:
@@ -59,13 +65,14 @@ def predicted_attention_bytes(settings: Profile, episodes: int, sequence: int) -
     return m.num_hidden_layers * episodes * m.num_attention_heads * sequence * (sequence + 1) * 4
 
 
-def predicted_kv_bytes(settings: Profile, full_tokens: int, window_tokens: int) -> int:
+def predicted_kv_bytes(settings: Profile, full_tokens: int, window_tokens: int, engine: int = 1) -> int:
     """Bytes of SGLang's two KV pools: full_tokens for full-attention layers, window_tokens for sliding ones.
 
     Each pool has one page more than its tokens (page size 1: the slot that padding writes to).
+    engine: GPUs that an engine is cut over by heads (its tp); where they are more than key-value heads, a head is copied.
     """
     m = settings.model
-    per_layer_token = 2 * m.num_key_value_heads * m.head_dim * _BYTES[m.dtype]
+    per_layer_token = 2 * max(m.num_key_value_heads // engine, 1) * m.head_dim * _BYTES[m.dtype]
     sliding = (m.num_hidden_layers + 1) // 2
     return per_layer_token * (
         sliding * (window_tokens + 1) + (m.num_hidden_layers - sliding) * (full_tokens + 1)
@@ -92,30 +99,103 @@ def predicted_pools(settings: Profile) -> tuple[int, int]:
     return r.max_total_tokens, min(cap, r.max_total_tokens)
 
 
-def predicted_activation_bytes(settings: Profile, tokens: int) -> int:
-    """Bytes that TransformerEngine's layers keep for the backward pass of one micro-batch of `tokens`, in the model's dtype.
+def predicted_activation_bytes(
+    settings: Profile, tokens: int, layout: Layout | None = None, stage: int = 0
+) -> int:
+    """Bytes that TransformerEngine's layers keep on one rank for the backward pass of a micro-batch of `tokens`.
 
-    A layer keeps, a token: the inputs and outputs of both norms and the residual between them (4 x hidden), q, k and v, the
-    attention's output, and for each of its top-k experts the permuted input, gate and up, their product, and the output.
-    The fused attention keeps no scores. Small things (router, indices, norms' statistics) are left out.
+    Elements a token and layer, as autograd saved them on an H200 (07_memory's components, recorded): q, k, v, the attention's
+    output and an fp32 statistic a head; 4 x hidden for norms, projections and router; 4 x experts + 44 for routing. And for
+    each of its top-k experts gate and up before and after the clamp (4 x intermediate), with the experts' input and product
+    (hidden + intermediate) where their weights are trained. Once: the final norm's input and output. TP with sequence
+    parallelism and CP cut all of it.
+    recompute: each layer keeps its input, and one layer at a time the rest. A pipeline's first stages hold several micro-batches.
     """
-    m = settings.model
+    layout, m = layout or Layout.of(settings.trainer), settings.model
     heads, kv = m.num_attention_heads * m.head_dim, 2 * m.num_key_value_heads * m.head_dim
-    dense = 4 * m.hidden_size + 2 * heads + kv
-    experts = m.num_experts_per_tok * (2 * m.hidden_size + 3 * m.intermediate_size)
-    return tokens * m.num_hidden_layers * (dense + experts) * _BYTES[m.dtype]
+    dense = 4 * m.hidden_size + 2 * heads + kv + 2 * m.num_attention_heads + 4 * m.num_local_experts + 44
+    trained = 0 if settings.trainer.freeze_experts else m.hidden_size + m.intermediate_size
+    layer = dense + m.num_experts_per_tok * (4 * m.intermediate_size + trained)
+    layers, in_flight = m.num_hidden_layers // layout.pipeline, layout.pipeline - stage
+    kept = layers * in_flight * (m.hidden_size if layout.recompute else layer) + layout.recompute * layer
+    kept += 2 * m.hidden_size * (stage == layout.pipeline - 1)
+    return tokens * kept * _BYTES[m.dtype] // (layout.tensor * layout.context)
 
 
-def predicted_loss_bytes(settings: Profile, tokens: int, backward: bool) -> int:
+def predicted_layer_bytes(
+    settings: Profile, tokens: int, backward: bool, layout: Layout | None = None
+) -> int:
+    """Bytes that one layer of experts works on at its peak and gives back, for a micro-batch of `tokens`.
+
+    Elements a token and chosen expert. Forward: permuted input, gate and up before and after the clamp, activation, product,
+    output, and the output with its bias in fp32 (4 x hidden + 6 x intermediate). Backward, beside what was kept: the output's
+    gradient in fp32 and in the model's dtype, and the product's. Source: TEGroupedMLP (megatron/core/transformer/moe/experts.py).
+    """
+    layout, m = layout or Layout.of(settings.trainer), settings.model
+    wide = 3 * m.hidden_size + m.intermediate_size if backward else 4 * m.hidden_size + 6 * m.intermediate_size
+    return tokens * m.num_experts_per_tok * wide * _BYTES[m.dtype] // (layout.tensor * layout.context)
+
+
+def predicted_loss_bytes(
+    settings: Profile, tokens: int, backward: bool, layout: Layout | None = None
+) -> int:
     """Bytes of the logits of one micro-batch and of what helpers.logprobs needs beside them at its peak.
 
-    The model's own logits, their gradient in the backward pass, and one fp32 copy of a piece. Logits that are one
-    piece are not computed twice: theirs is kept, and the gradient of the temperature's division is a second one.
+    Megatron's Float16Module hands bf16 logits on as an fp32 copy: forward both are there, backward the copy and its gradient.
+    Beside them one fp32 copy of a piece. Logits that are one piece are not computed twice: theirs is kept, and the gradient
+    of the temperature's division is a second one. Each TP rank has its share of the vocabulary.
     """
-    m = settings.model
-    logits, copy = tokens * m.vocab_size * _BYTES[m.dtype], tokens * m.vocab_size * 4
+    layout, m = layout or Layout.of(settings.trainer), settings.model
+    copy = tokens * m.vocab_size * 4 // (layout.tensor * layout.context)
+    original = 0 if m.dtype == "float32" else copy // 2
     piece = CHUNK_BYTES if copy > CHUNK_BYTES else 2 * copy
-    return logits * (2 if backward else 1) + piece
+    return copy + (copy if backward else original) + piece
+
+
+PHASES = (
+    "server start", "load", "rollout", "release", "logprobs", "forward-backward", "optimizer step", "resume", "sync", "offload",
+    "sync, offloaded", "load back",
+)  # fmt: skip
+TRAINER_AWAY = ("server start", "offload", "sync, offloaded")
+SERVER_RELEASED = ("release", "logprobs", "forward-backward", "optimizer step")  # with the memory saver
+
+
+def trainer_phases(
+    settings: Profile, tokens: int, layout: Layout | None = None, stage: int = 0
+) -> dict[str, dict[str, int]]:
+    """Phase -> item -> bytes of one trainer rank's tensors at the phase's peak. tokens: of a micro-batch, padding included."""
+    layout = layout or Layout.of(settings.trainer)
+    static, last = predicted_trainer_bytes(settings, layout, stage), stage == layout.pipeline - 1
+    held = {f"trainer {part}": static[part] for part in ("weights", "gradients")}
+    fresh = held | {"trainer optimizer": static["master weights"]}
+    later = held | {"trainer optimizer": static["master weights"] + static["Adam moments"]}
+    loss, layer = (
+        [function(settings, tokens, backward, layout) for backward in (False, True)]
+        for function in (predicted_loss_bytes, predicted_layer_bytes)
+    )
+    if not last:
+        loss = [0, 0]
+    kept = {"activations": predicted_activation_bytes(settings, tokens, layout, stage)}
+    export = {"export buffers": _largest_export(settings)}
+    # after a layer's forward pass its working memory is free before the logits come, and so are they in its backward pass
+    works = {
+        "logprobs": fresh | {"logits": loss[0], "one layer": max(layer[0] - loss[0], 0)},
+        "forward-backward": fresh | {"logits": loss[1], "one layer": max(layer[1] - loss[1], 0)} | kept,
+        "optimizer step": later, "resume": later, "sync": later | export, "load back": later, "sync, offloaded": export,
+    }  # fmt: skip
+    return {
+        phase: works.get(phase, {} if phase in TRAINER_AWAY else fresh) for phase in PHASES
+    }
+
+
+def server_bytes(settings: Profile, engine: int = 1) -> dict[str, int]:
+    """Bytes of weights and KV cache on one GPU of an SGLang engine that is cut over `engine` GPUs (tp)."""
+    rank = rank_parameters(settings.model, Layout())
+    weights = rank.whole + (rank.split + rank.experts) // engine  # SGLang's tp cuts each expert's columns
+    return {
+        "server weights": weights * _BYTES[settings.model.dtype],
+        "server KV cache": predicted_kv_bytes(settings, *predicted_pools(settings), engine),
+    }
 
 
 def predicted_phases(settings: Profile, tokens: int, context: int) -> dict[str, dict[str, int]]:
@@ -123,39 +203,21 @@ def predicted_phases(settings: Profile, tokens: int, context: int) -> dict[str, 
 
     tokens: of one micro-batch, padding included; context: bytes that a process of ours holds for CUDA alone, measured once.
     CUDA graphs, libraries' workspaces and what allocators keep in reserve are not predicted ("rest of server" is its context
-    alone). Raises ValueError for several ranks: the layout is not taken into account.
+    alone). Raises ValueError for several ranks: helpers.planner predicts a card of any layout.
     """
     if settings.trainer.ranks > 1 or settings.rollout.engines > 1:
-        raise ValueError(f"profile {settings.name!r} has several ranks or engines; this predicts one card with one of each")
-    trainer, pools = predicted_trainer_bytes(settings), predicted_pools(settings)
-    weights = {"trainer weights": trainer["weights"]}
-    fixed = {"trainer gradients": trainer["gradients"]}
-    masters, moments = trainer["master weights"], trainer["Adam moments"]
-    server = {"server weights": trainer["weights"], "server KV cache": predicted_kv_bytes(settings, *pools)}
-    server |= {"rest of server": context}
-    released = {"rest of server": context} if settings.rollout.memory_saver else server
-    contexts = {"CUDA context": context}
-    step = contexts | weights | fixed
-    fresh, later = {"trainer optimizer": masters}, {"trainer optimizer": masters + moments}
-    logits, gradients = (
-        {"logits": predicted_loss_bytes(settings, tokens, backward)} for backward in (False, True)
-    )
-    kept = {"activations": predicted_activation_bytes(settings, tokens)}
-    bucket = {"export buffers": _largest_export(settings)}
-    return {
-        "server start": contexts | server,
-        "load": step | fresh | server,
-        "rollout": step | fresh | server,
-        "release": step | fresh | released,
-        "logprobs": step | fresh | released | logits,
-        "forward-backward": step | fresh | released | gradients | kept,
-        "optimizer step": step | later | released,
-        "resume": step | later | server,
-        "sync": step | later | server | bucket,
-        "offload": contexts | server,
-        "sync, offloaded": contexts | server | bucket,
-        "load back": step | later | server,
-    }
+        raise ValueError(
+            f"profile {settings.name!r} has several ranks or engines; this predicts one card with one of each, "
+            "helpers.planner any layout"
+        )
+    server, saver = server_bytes(settings), settings.rollout.memory_saver
+    phases = {}
+    for phase, items in trainer_phases(settings, tokens).items():
+        released = saver and phase in SERVER_RELEASED
+        phases[phase] = {"CUDA context": context} | items | ({} if released else server)
+        phases[phase] |= {"rest of server": context}
+        phases[phase] = {name: size for name, size in phases[phase].items() if size}
+    return phases
 
 
 def _largest_export(settings: Profile, bucket: int = 1 << 30) -> int:

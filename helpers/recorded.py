@@ -141,6 +141,8 @@ QUESTIONS = {  # what each page answers, for the README's table
     "05_grpo_step": "what happens in one GRPO step?",
     "06_train": "does GRPO teach the policy anything on questions it never saw?",
     "07_memory": "where does memory go in a GRPO step, and what does a smaller micro-batch cure?",
+    "08_mismatch": "why do rollout and trainer disagree, and what do TIS, MIS and routing replay do about it?",
+    "09_planning": "which parallel layout fits which cluster, what does a step cost there, and why?",
 }
 
 
@@ -189,6 +191,11 @@ KEY_METRICS = {
         "step_seconds_median", "rollout_seconds_median", "update_seconds_median", "resume_max_abs_logprob", "processes_left",
     ),
     "07_memory": ("peak_pss_gib", "ledger_max_error"),
+    "08_mismatch": (
+        "generation_kl", "mismatch_kl_bf16", "mismatch_kl_int8", "mismatch_kl_mxfp4", "mismatch_kl_int4",
+        "mismatch_kl_routers", "router_kl_left", "mismatch_kl_temperature", "mismatch_kl_stale4", "heldout_no_mismatch",
+        "heldout_off", "heldout_ratio", "heldout_tis",
+    ),
 }  # fmt: skip
 
 

@@ -234,6 +234,30 @@ METRICS: dict[str, Metric] = {
         0.5,
         1,
     ),
+    # mismatch raised on purpose: no range is healthy but a wide one, notebooks/expectations says what must show
+    "mismatch_kl_bf16": Metric("nat", "generation KL when the rollout's weights are rounded to bfloat16", 0),
+    "mismatch_kl_int8": Metric("nat", "generation KL when its attention and experts are on an int8 grid", 0),
+    "mismatch_kl_mxfp4": Metric("nat", "generation KL when its experts are in MXFP4", 0),
+    "mismatch_kl_int4": Metric("nat", "generation KL when its attention and experts are on an int4 grid", 0),
+    "mismatch_kl_routers": Metric("nat", "generation KL when its routers carry noise of a tenth of their size", 0),
+    "mismatch_kl_temperature": Metric(
+        "nat", "generation KL when the trainer does not know of the rollout's temperature, 0.7", 0
+    ),
+    "mismatch_kl_stale4": Metric("nat", "generation KL when the rollout's weights are four GRPO steps old", 0),
+    "router_kl_left": Metric(
+        "1", "of the noisy routers' generation KL, the share left when the trainer replays the experts", 0, 1
+    ),
+    "heldout_no_mismatch": Metric("1", "held-out accuracy (greedy) after an arm without mismatch", 0, 1),
+    "heldout_off": Metric("1", "the same with a rollout four steps behind and no remedy", 0, 1),
+    "heldout_ratio": Metric("1", "the same with the mismatch inside the clipped ratio", 0, 1),
+    "heldout_tis": Metric("1", "the same with truncated importance sampling", 0, 1),
+    # 09 planning
+    "planner_memory_max_error": Metric(
+        "1", "largest relative error of predicted GPU memory over the phases of a recorded run that the planner was not fitted on", 0, 0.1
+    ),
+    "planner_step_max_error": Metric(
+        "1", "largest relative error of a predicted step's seconds among recorded runs that the planner was not fitted on", 0, 0.25
+    ),
     # every notebook that starts processes
     "processes_left": Metric("count", "processes of the notebook still alive after its teardown", 0, 0),
 }

@@ -2,6 +2,7 @@
 from it.
 
     python -m helpers.twins write [NN ...]   text -> .ipynb, without outputs
+    python -m helpers.twins write --form solutions --out DIR [NN ...]   another form, see helpers.lessons
     python -m helpers.twins check            exit 1 and a list when a notebook is out of step or out of form
 
 The same text always gives the same bytes: cell ids come from the cells' text, and neither a Python
@@ -22,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from helpers import lessons, teaching
 from helpers.results import PROJECT_ROOT, write_atomically
 
 NOTEBOOKS = PROJECT_ROOT / "notebooks"
@@ -50,9 +52,9 @@ def notebook_of(twin: Path) -> Path:
     return twin.parent.parent / f"{twin.stem}.ipynb"
 
 
-def render(twin: Path) -> str:
-    """The .ipynb text of a text twin: nbformat 4.5, no outputs, deterministic ids and metadata."""
-    cells = [_cell(cell) for cell in read_cells(twin)]
+def render(twin: Path, form: str = "learner") -> str:
+    """The .ipynb text of a text twin in one of lessons.FORMS: nbformat 4.5, no outputs, deterministic."""
+    cells = [_cell(cell) for cell in lessons.form_cells(_timed(read_cells(twin), twin.stem), form)]
     seen: Counter[str] = Counter()
     for cell in cells:
         cell["id"] = _cell_id(cell, seen)
@@ -63,6 +65,14 @@ def render(twin: Path) -> str:
         "nbformat_minor": 5,
     }
     return json.dumps(notebook, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+
+
+def _timed(cells: list[Any], name: str) -> list[Any]:
+    """The cells with the timing tables of the instructor's notes filled in."""
+    for cell in cells:
+        if "instructor" in lessons.tags_of(cell):
+            cell.source = teaching.with_timing(cell.source, name, cells)
+    return cells
 
 
 def read_cells(twin: Path) -> list[Any]:
@@ -103,6 +113,21 @@ def write(folder: Path = NOTEBOOKS, only: Sequence[str] = ()) -> list[Path]:
     return changed
 
 
+def write_form(form: str, out: Path, folder: Path = NOTEBOOKS, only: Sequence[str] = ()) -> list[Path]:
+    """Write one form of the notebooks into another folder; returns what was written.
+
+    Raises TwinError where `out` is the notebooks' own folder, which holds the learner's form.
+    """
+    if out.resolve() == folder.resolve():
+        raise TwinError(f"{out} holds the learner's form: choose another folder for the form {form!r}")
+    paths = []
+    for twin in text_twins(folder, only):
+        path = out / f"{twin.stem}.ipynb"
+        write_atomically(path, render(twin, form))
+        paths.append(path)
+    return paths
+
+
 def check(folder: Path = NOTEBOOKS) -> list[str]:
     """One sentence for each notebook out of step with its twin, and for each breach of form; empty
     is good."""
@@ -132,10 +157,9 @@ def _out_of_step(twin: Path) -> list[str]:
 
 
 def lint(twin: Path) -> list[str]:
-    """Breaches of the form of a lesson: cell length, line length, parameters cell, heading
-    order."""
+    """Breaches of the form of a lesson: cell length, line length, parameters cell, heading order, exercises."""
     cells = read_cells(twin)
-    found = [*_code_form(cells), *_parameters_form(cells), *_heading_order(cells)]
+    found = [*_code_form(cells), *_parameters_form(cells), *_heading_order(cells), *lessons.lint(cells)]
     return [f"{twin.name}: {problem}" for problem in found]
 
 
@@ -212,10 +236,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("task", choices=("write", "check"))
     parser.add_argument("only", nargs="*", metavar="NN", help="numbers or names, for write")
     parser.add_argument("--notebooks", type=Path, default=NOTEBOOKS, metavar="DIR")
-    args = parser.parse_args(argv)
+    parser.add_argument(
+        "--form", choices=lessons.FORMS, default="learner", help="for write (default %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where another form than the learner's goes")
+    args = parser.parse_intermixed_args(argv)  # NN may stand behind the options
+    if (args.out is None) != (args.form == "learner"):
+        parser.error("--form solutions, instructor or slides and --out DIR go together")
     try:
         if args.task == "write":
-            for path in write(args.notebooks, args.only):
+            for path in _write(args):
                 print(f"written: {path.name}")
             return 0
         problems = check(args.notebooks)
@@ -224,6 +254,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print("\n".join(problems) or "notebooks and text twins agree")
     return 1 if problems else 0
+
+
+def _write(args: argparse.Namespace) -> list[Path]:
+    if args.out is None:
+        return write(args.notebooks, args.only)
+    return write_form(args.form, args.out, args.notebooks, args.only)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,24 @@
 # needs to know about them it reads from their files. That way it can still
 # tell you what is wrong when an engine cannot even be imported.
 
+# %% [markdown] tags=["instructor"]
+# **For whoever teaches**
+#
+# <!-- timing -->
+#
+# *Usually goes wrong:* `/dev/shm` of 64 MiB in a container; a Python other
+# than 3.12; a kernel of another environment (the pins of section 2 say `NO`
+# then). *Say:* read the advice behind the line first.
+# `bash environment/run.sh --set-up-only` repairs an environment in seconds;
+# only the first download takes long, so have it done before the day.
+#
+# *Ask:* Which package decides the version of torch, and why not the trainer?
+# What would you notice if a patched function changed upstream, and nobody
+# compared hashes?
+#
+# *A late learner* needs one thing from here: `preflight.check_machine` passes.
+# Send them to 01.
+
 # %% tags=["parameters"]
 PROFILE: str = "cpu"  # which profile: cpu, gpu, gpu-20b or cluster
 SEED: int = 0  # seed of every random choice in this notebook

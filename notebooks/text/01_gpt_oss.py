@@ -34,6 +34,26 @@
 # closed: everything you learn about its size follows from a config of a few
 # lines, so no weights are downloaded.
 
+# %% [markdown] tags=["instructor"]
+# **For whoever teaches**
+#
+# <!-- timing -->
+#
+# *Usually goes wrong:* people take the sink for a token (it is a number a
+# head, and has no value vector); they count the window as 128 tokens *before*
+# the token; they expect MXFP4 to shrink the file to a quarter. *Say:* "what
+# does the row sum to?", "does the token see itself?", "what stays in bf16?".
+# Let the predictions be written down; here most first guesses are wrong, which
+# is the point.
+#
+# *Ask:* Why does a sink of 0 hide a kernel without sinks? Which tensor would
+# you look at first after a conversion? Why do short tests not find rounded
+# YaRN bounds?
+#
+# *Short of time:* sections 1, 2, 3 and 7; leave YaRN and MXFP4 to read at
+# home. *A late learner* can start at any section once the cells of "Open the
+# tiny model" have run: nothing later changes the model.
+
 # %% tags=["parameters"]
 PROFILE: str = "cpu"  # which profile: cpu, gpu, gpu-20b or cluster
 SEED: int = 0  # seed of every random choice in this notebook
@@ -229,6 +249,36 @@ gap = max((column - rescaled).abs().max(), (grads[0] - grads[1]).abs().max())
 run.record("sink_identity_max_abs", gap)
 print(f"largest difference, outputs and gradients: {gap:.1e}")
 assert gap < 1e-10
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise: a sink that takes half
+#
+# (5 minutes, easy) A query sees `keys` keys, all of score 0. Which sink takes
+# exactly half of its attention? Write it as a function, and say first whether
+# the sink for 128 keys is nearer to 5 or to 64.
+#
+# <details><summary>Hint</summary>
+#
+# The share is exp(sink) / (keys + exp(sink)). Set it to 1/2 and solve for the
+# sink.
+#
+# </details>
+
+# %% tags=["given"]
+import math
+
+# %% tags=["start"]
+def half_sink(keys):
+    return ...  # your turn
+
+# %% tags=["solution"]
+def half_sink(keys):
+    return math.log(keys)  # exp(sink) equals the number of keys
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("half-sink", half_sink)
 
 # %% [markdown]
 # ## 3 · Sliding and full layers
@@ -457,7 +507,34 @@ show_figure(
 # %% [markdown]
 # Half of the layers slide, so almost half of the cache is saved, and nothing
 # at all below 128 tokens.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise: how many answers fit into the cache?
 #
+# (5 minutes, easy) A rollout engine has 16 GiB left for the KV cache of
+# gpt-oss-20b. How many answers of 1,024 tokens can it hold at once? Guess
+# first: would it be half as many without the windows?
+#
+# <details><summary>Hint</summary>
+#
+# `anatomy.kv_cache_bytes(real, 1024)` is one answer. A GiB is 2**30 bytes, and
+# half an answer does not count.
+#
+# </details>
+
+# %% tags=["start"]
+answers_at_once = ...  # your turn: a whole number
+
+# %% tags=["solution"]
+one_answer = anatomy.kv_cache_bytes(real, 1024)
+answers_at_once = 16 * 2**30 // one_answer
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("cache-room", answers_at_once)
+
+# %% [markdown]
 # ## 4 · Routing: four experts of thirty-two
 #
 # The feed-forward part of each layer is a mixture of experts. A small linear
@@ -548,8 +625,36 @@ show_figure(
 #
 # Routing matters for GRPO for another reason: it is a hard choice. Rollout
 # engine and trainer compute the scores with slightly different rounding, and
-# where two experts are nearly tied, the top-k can flip. Notebook 08 (planned) measures
+# where two experts are nearly tied, the top-k can flip. Notebook 08 measures
 # how often.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise: write the router
+#
+# (10 minutes, medium) From `scores`, [tokens, experts], make the weights and
+# the numbers of the `top_k` experts of each token, both [tokens, top_k], best
+# expert first. Do not look at `anatomy.route` before you have tried.
+#
+# <details><summary>Hint</summary>
+#
+# `scores.topk(top_k, dim=-1)` gives two tensors. The question is what the
+# softmax sees: all scores, or the chosen ones?
+#
+# </details>
+
+# %% tags=["start"]
+def my_router(scores, top_k):
+    return ...  # your turn: weights, experts
+
+# %% tags=["solution"]
+def my_router(scores, top_k):
+    best, chosen = scores.topk(top_k, dim=-1)
+    return best.softmax(-1), chosen
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("write-the-router", my_router)
 
 # %% [markdown]
 # ## 5 · YaRN: positions beyond the trained context
@@ -771,7 +876,40 @@ assert kl > 1e-5
 # The file shrinks, and the answers shift: sampling from MXFP4 weights means
 # sampling from another policy than the one you train. Only the expert matrices
 # were quantised, no bit of attention.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise: unpack two weights
 #
+# (10 minutes, medium) Turn one byte of an MXFP4 block and the block's scale
+# byte into the list of its two weights. The example of this section, 0x7A with
+# 125, has to give [-0.25, 1.5].
+#
+# <details><summary>Hint</summary>
+#
+# `byte & 15` is the low half, `byte >> 4` the high one. Codes 0 to 7 are in
+# `mxfp4.FP4_VALUES`; a code from 8 on is the negative of the code 8 below it.
+#
+# </details>
+
+# %% tags=["start"]
+def two_weights(byte, scale):
+    return ...  # your turn: a list of two numbers
+
+# %% tags=["solution"]
+def two_weights(byte, scale):
+    def value(code):
+        sign = -1 if code >= 8 else 1
+        return sign * float(mxfp4.FP4_VALUES[code % 8])
+
+    unit = 2.0 ** (scale - 127)
+    return [value(byte & 15) * unit, value(byte >> 4) * unit]
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("unpack-mxfp4", two_weights)
+
+# %% [markdown]
 # ## 7 · Where the 20,914,757,184 parameters sit
 #
 # You have seen every kind of tensor. Now count the real model. **Predict** the

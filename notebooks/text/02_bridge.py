@@ -37,6 +37,25 @@
 # that the model computes, by training it and coming back, and by putting in,
 # one at a time, the mistakes that people have made.
 
+# %% [markdown] tags=["instructor"]
+# **For whoever teaches**
+#
+# <!-- timing -->
+#
+# *Usually goes wrong:* the imports of Megatron look like a hang (ten seconds,
+# on a busy machine a minute): announce them. Cells run twice: section 5 trains
+# the model, so going back to section 4 afterwards finds every tensor changed;
+# restart the kernel and run all above. *Say:* "which of the three orders is
+# this?" whenever somebody is lost among shapes.
+#
+# *Ask:* Why are norms of ones bad test data? What would you do if logits
+# differ by 0.001 in float32? In bf16? Why does a square `down_proj` worry you?
+#
+# *Short of time:* sections 1 to 4 and 7. *A late learner* runs all cells
+# (below a minute), reads section 2 and joins at section 5. The warm-started
+# checkpoint that 03, 05 and 06 want is made here; where it is missing they
+# make it.
+
 # %% tags=["parameters"]
 PROFILE: str = "cpu"  # which profile: cpu, gpu, gpu-20b or cluster
 SEED: int = 0  # seed of every random choice in this notebook
@@ -198,6 +217,32 @@ show_figure(
           "megatron": in_megatron},
 );
 
+# %% [markdown] tags=["exercise"]
+# ### Exercise: where does the key begin?
+#
+# (5 minutes, easy) gpt-oss-20b has 64 query heads and 8 key-value heads, each
+# of 64 rows. At which row of Megatron's matrix does the key of group 3 begin?
+# Rows and groups are counted from 0.
+#
+# <details><summary>Hint</summary>
+#
+# How many heads has a group, its key and its value included? Three groups
+# stand before group 3, and its own queries stand before its key.
+#
+# </details>
+
+# %% tags=["start"]
+row = ...  # your turn
+
+# %% tags=["solution"]
+heads_in_group = 64 // 8 + 2  # queries, key, value
+row = (3 * heads_in_group + 64 // 8) * 64
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("qkv-row", row)
+
 # %% [markdown]
 # ### Gate and up are interleaved
 #
@@ -230,6 +275,52 @@ for expert, held in enumerate(layout[f"{experts}.down_proj"]):
     assert torch.equal(hf[f"{experts}.down_proj"][expert].T, held.cpu())
 print(tuple(hf[f"{experts}.down_proj"].shape), "->",
       len(layout[f"{experts}.down_proj"]), "x", tuple(held.shape))
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise: mend a bridge
+#
+# (15 minutes, hard) Here is a way back from Megatron's tensors of one layer of
+# the tiny model to the checkpoint's, with one mistake in it that somebody has
+# really shipped. Every shape is right, and so are five of the six tensors.
+# Find the sixth and mend the function.
+#
+# <details><summary>Hint</summary>
+#
+# Feed it the tensors of `layout` (one expert's) and compare with `hf`, name by
+# name, as this section did. What must happen to a bias whose matrix is put
+# into another order?
+#
+# </details>
+
+# %% tags=["start"]
+def to_checkpoint(qkv, gate_up, gate_up_bias, down):
+    """Megatron's tensors of a layer, of one expert -> by name."""
+    grouped = qkv.unflatten(0, (2, 4, -1))  # groups, heads, rows
+    q, k, v = (part.flatten(0, 2)
+               for part in grouped.split((2, 1, 1), dim=1))
+    halves = gate_up.T.chunk(2, dim=1)  # [hidden, inner], twice
+    return {"q_proj": q, "k_proj": k, "v_proj": v,
+            "gate_up_proj": torch.stack(halves, dim=-1).flatten(1),
+            "gate_up_proj_bias": gate_up_bias,
+            "down_proj": down.T}
+
+# %% tags=["solution"]
+def to_checkpoint(qkv, gate_up, gate_up_bias, down):
+    """Megatron's tensors of a layer, of one expert -> by name."""
+    grouped = qkv.unflatten(0, (2, 4, -1))  # groups, heads, rows
+    q, k, v = (part.flatten(0, 2)
+               for part in grouped.split((2, 1, 1), dim=1))
+    halves = gate_up.T.chunk(2, dim=1)  # [hidden, inner], twice
+    biases = gate_up_bias.chunk(2)
+    return {"q_proj": q, "k_proj": k, "v_proj": v,
+            "gate_up_proj": torch.stack(halves, dim=-1).flatten(1),
+            "gate_up_proj_bias": torch.stack(biases, dim=-1).flatten(),
+            "down_proj": down.T}
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("mend-the-bridge", to_checkpoint)
 
 # %% [markdown]
 # ## 3 · Do they compute the same?
@@ -771,6 +862,43 @@ show_figure(
 # whose numbers it reproduces is the first suspect. `python -m helpers.doctor
 # --checkpoint DIR --server URL` does that for a checkpoint and a server of
 # yours.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise: name the fault
+#
+# (10 minutes, medium) An engine sends you its logprobs of two sequences,
+# `reported`. It is one of the engines that `helpers/faults.py` knows. Which
+# mistake does it make? Give the fault's name as a string.
+#
+# <details><summary>Hint</summary>
+#
+# `rank_faults(hugging_face, sequences, reported)` plants one fault after the
+# other and sorts them by how well they explain the numbers. The first entry is
+# the sound model, for comparison; an entry has `.fault.name`, `.mean` and
+# `.worst`.
+#
+# </details>
+
+# %% tags=["given"]
+from helpers.exercises import mystery_logprobs
+from helpers.faults import rank_faults
+
+sequences = tokens[:2].tolist()
+reported = mystery_logprobs(hugging_face, sequences)
+
+# %% tags=["start"]
+culprit = ...  # your turn: a name, such as "sinks-ignored"
+
+# %% tags=["solution"]
+ranking = rank_faults(hugging_face, sequences, reported)
+for fit in ranking[1:4]:
+    print(f"{fit.fault.name:20}{fit.mean:10.1e} nat off on average")
+culprit = ranking[1].fault.name
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("name-the-fault", culprit)
 
 # %% [markdown]
 # ## What you take away

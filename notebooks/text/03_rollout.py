@@ -34,6 +34,25 @@
 # trainer changes the weights, and the engine must take the new ones without a
 # restart, thousands of times in a run.
 
+# %% [markdown] tags=["instructor"]
+# **For whoever teaches**
+#
+# <!-- timing -->
+#
+# *Usually goes wrong:* the wait for the server, a minute on two busy cores
+# where none is shared: start the cell, then explain harmony. A server that
+# will not start shows the end of its log; most often the machine is out of
+# memory, or a second notebook holds a second server. *Say:* "one notebook with
+# engines at a time", and "is that special token a token or five characters?".
+#
+# *Ask:* Who would notice if you stopped at `<|end|>`? Which logprob may the
+# trainer never trust without a test, and at which position? What does
+# *success* of a weight update prove?
+#
+# *Short of time:* sections 2, 3, 4 and 6. *A late learner* needs nothing of
+# this kernel: 05 opens its own server, and 02's checkpoint is made where it is
+# missing.
+
 # %% tags=["parameters"]
 PROFILE: str = "cpu"  # which profile: cpu, gpu, gpu-20b or cluster
 SEED: int = 0  # seed of every random choice in this notebook
@@ -123,6 +142,39 @@ assert (grade(worked, problem.answer), grade(cut, problem.answer)) == (1, 0)
 # The answer is cut before it is given. Every worked answer would earn
 # nothing, every lazy guess could still win, and GRPO would teach the model
 # not to think. No error would be raised.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise: grade four answers
+#
+# (5 minutes, easy) The right answer is 4. What does the verifier give for each
+# of these four completions, 1 or 0? Decide before you call `grade`.
+#
+# <details><summary>Hint</summary>
+#
+# Three things must hold: the harmony is well-formed and ended, there is a
+# final message, and it is exactly the answer.
+#
+# </details>
+
+# %% tags=["given"]
+completions = [
+    "<|channel|>final<|message|>4<|return|>",
+    "<|channel|>final<|message|>4",
+    "<|channel|>analysis<|message|>4<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>3<|return|>",
+    "<|channel|>final<|message|>4.<|return|>",
+]
+
+# %% tags=["start"]
+grades = ...  # your turn: a list of four numbers
+
+# %% tags=["solution"]
+grades = [grade(text, "4") for text in completions]
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("predict-the-grades", grades)
 
 # %% [markdown]
 # ### Who wrote which token?
@@ -297,6 +349,32 @@ assert parity < 1e-4 or not exact
 # is the one to fear: it reads the window from a cache that is written token
 # by token. Engines have been wrong there only, and only past the window.
 
+# %% [markdown] tags=["exercise"]
+# ### Exercise: the logprob that the engine reports
+#
+# (10 minutes, medium) Write the logprob of a sampled `token` as SGLang reports
+# it: from the `logits` of one position, [vocabulary], at a `temperature`.
+#
+# <details><summary>Hint</summary>
+#
+# The probabilities that were sampled from sum to one. At which point must the
+# division by the temperature stand for that?
+#
+# </details>
+
+# %% tags=["start"]
+def reported_logprob(logits, token, temperature):
+    return ...  # your turn
+
+# %% tags=["solution"]
+def reported_logprob(logits, token, temperature):
+    return (logits / temperature).log_softmax(-1)[token]
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("engine-logprob", reported_logprob)
+
 # %% [markdown]
 # ## 5 · Why one sends everything at once
 #
@@ -463,6 +541,37 @@ print("before:", {e.weight_version for e in stale})
 print("after: ", {e.weight_version for e in fresh}, f"in {took:.2f} s")
 assert {e.weight_version for e in fresh} == {"warm start"}
 assert (served_logprobs() - before).abs().max() < 1e-4 or not exact
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise: which updates were dropped?
+#
+# (10 minutes, medium) Judge a sync as this section did. From the lists
+# `kinds`, `changes` (of the logprobs, by the sync) and `errors` (against
+# transformers, after it) return the kinds that the server *dropped*. Rounding
+# stays below 0.0001.
+#
+# <details><summary>Hint</summary>
+#
+# Four things can happen: a tensor arrives; it is dropped; it arrives in a
+# wrong order; or it arrives and has no effect on any logprob. What are change
+# and error in each case?
+#
+# </details>
+
+# %% tags=["start"]
+def dropped(kinds, changes, errors):
+    return ...  # your turn: a list of kinds
+
+# %% tags=["solution"]
+def dropped(kinds, changes, errors):
+    rows = zip(kinds, changes, errors)
+    return [kind for kind, change, error in rows
+            if change < 1e-4 < error]
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("dropped-updates", dropped)
 
 # %% [markdown]
 # ## 7 · Leave nothing behind

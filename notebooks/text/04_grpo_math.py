@@ -31,7 +31,26 @@
 # Every section goes the same way: you work a few numbers by hand, then you
 # call the helper that the trainer calls, and `agree` checks that both give
 # the same. Left out: value networks and per-token rewards (GRPO has neither),
-# and what section 7's corrections do to a real training run (planned: 08).
+# and what section 7's corrections do to a real training run (notebook 08).
+
+# %% [markdown] tags=["instructor"]
+# **For whoever teaches**
+#
+# <!-- timing -->
+#
+# *Usually goes wrong:* the sign (a loss is minus the objective), the mask one
+# position too late, the clip taken for a wall, and the estimator with the
+# right value taken for the one with the right gradient. *Say:* "fill in the
+# table by hand first"; `agree` settles every argument, so let people change
+# the hand-worked numbers until it stops them, and read what it says.
+#
+# *Ask:* A question that is always answered right: what does it cost, what does
+# it teach? Why is a negative advantage with ratio 50 worse than a positive
+# one? Which divisor would you choose if answers grow and rewards do not?
+#
+# *Short of time:* sections 1 to 4; 5 to 8 in the two-day plan. *A late
+# learner* can begin with any section after running the cells above it
+# (seconds, no engine).
 
 # %% tags=["parameters"]
 PROFILE: str = "cpu"  # which profile: cpu, gpu, gpu-20b or cluster
@@ -188,6 +207,33 @@ agree(
     torch.tensor(zero_variance_share(rewards, questions)).double(),
 )
 
+# %% [markdown] tags=["exercise"]
+# ### Exercise: change the group size
+#
+# (5 minutes, easy) In a group of 8, a lone right answer has an advantage near
+# 2.47 (kind `std`). Now sample 16 answers a question, one of them right.
+# Predict its advantage by hand, then check.
+#
+# <details><summary>Hint</summary>
+#
+# Mean 1/16. The squared distances are (15/16)² once and (1/16)² fifteen times;
+# their sum divided by 15 is the variance.
+#
+# </details>
+
+# %% tags=["start"]
+lone_advantage = ...  # your turn: a number
+
+# %% tags=["solution"]
+rewards_of_16 = torch.eye(16)[0]  # one right answer
+one_question = torch.zeros(16, dtype=torch.int64)
+lone_advantage = group_advantages(rewards_of_16, one_question)[0]
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("lone-advantage", lone_advantage)
+
 # %% [markdown]
 # ## 2 · The ratio and the clip
 #
@@ -297,6 +343,36 @@ for advantage, expected in ((1.0, [0, 1, 1, 0]), (-1.0, [-1, -1, 0, 0])):
     agree(f"gradient, A = {advantage:+.0f}", expected, gradient)
 
 
+# %% [markdown] tags=["exercise"]
+# ### Exercise: which tokens fall silent?
+#
+# (10 minutes, medium) For token ratios of one answer, [tokens], and its
+# advantage (a number) return a mask, [tokens], that is true where the clip of
+# 0.2 / 0.28 removes the gradient. Write it with comparisons, without
+# `clipped_objective`.
+#
+# <details><summary>Hint</summary>
+#
+# Go through the table of this section row by row. A good token that has become
+# rarer is to be put right: does the clip stop that?
+#
+# </details>
+
+# %% tags=["start"]
+def silent(ratio, advantage):
+    return ...  # your turn: a mask, [tokens]
+
+# %% tags=["solution"]
+def silent(ratio, advantage):
+    if advantage > 0:
+        return ratio > 1.28
+    return ratio < 0.8
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("silent-tokens", silent)
+
 # %% [markdown]
 # ## 3 · From answers to a batch to a loss
 #
@@ -321,6 +397,30 @@ episode = Episode((11, 12), (21, 22, 23), logprobs, "stop", group=0)
 batch = collate([episode], torch.tensor([1.0]), pad_id=0, seq_length=6)
 agree("labels", [[12, 21, 22, 23, 0, 0]], batch.labels)
 agree("mask", [[0, 1, 1, 1, 0, 0]], batch.loss_mask)
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise: a mask by hand
+#
+# (5 minutes, easy) A prompt of three tokens and an answer of two, padded to
+# six positions. Write the loss mask.
+#
+# <details><summary>Hint</summary>
+#
+# Write tokens and labels below each other first, as in the table above. The
+# mask is 1 where the *label* is a token of the answer.
+#
+# </details>
+
+# %% tags=["start"]
+mask_of_six = ...  # your turn: a list of six numbers
+
+# %% tags=["solution"]
+mask_of_six = [0, 0, 1, 1, 0, 0]
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("mask-by-hand", mask_of_six)
 
 # %% [markdown]
 # Now the loss. By hand, with section 2's three tokens and $A = 1$: the
@@ -700,6 +800,34 @@ show_figure(
 # **If you switch the ratio, switch the clip range too**, or you train without
 # a clip and do not notice. `clip_fraction` tells: a value of exactly 0 over
 # many updates on reused batches is a clip that is out of reach.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise: write the GSPO ratio
+#
+# (10 minutes, medium) From the logprobs `new` and `old`, [answers, tokens],
+# and the `mask` return one ratio an answer, [answers]. The answers differ in
+# length, and where the mask is 0 stand numbers that mean nothing.
+#
+# <details><summary>Hint</summary>
+#
+# A geometric mean is the exp of a mean of logarithms. The mean of *what*, and
+# divided by what, if the answer is shorter than the row?
+#
+# </details>
+
+# %% tags=["start"]
+def gspo_ratio(new, old, mask):
+    return ...  # your turn: [answers]
+
+# %% tags=["solution"]
+def gspo_ratio(new, old, mask):
+    log_ratio = (new - old) * mask
+    return (log_ratio.sum(-1) / mask.sum(-1)).exp()
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("gspo-ratio", gspo_ratio)
 
 # %% [markdown]
 # ## 5 · KL: the right value is not the right gradient
@@ -1373,7 +1501,7 @@ show_figure(
 
 # %% [markdown]
 # Whether any of this helps is a question for an experiment, not for algebra
-# (planned: 08). Where both engines agree all weights are 1, and a correction
+# (notebook 08). Where both engines agree all weights are 1, and a correction
 # changes nothing.
 
 # %% [markdown]

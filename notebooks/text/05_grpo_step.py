@@ -41,6 +41,24 @@
 # Here trainer and notebook share one process, so that you can look at every
 # tensor. Notebook 06 spreads the same calls over Ray.
 
+# %% [markdown] tags=["instructor"]
+# **For whoever teaches**
+#
+# <!-- timing -->
+#
+# *Usually goes wrong:* `update` run twice, so that the clip fraction is not 0
+# and the comparison of old and new logprobs is off: restart, run all above.
+# People read the loss; it says little. *Say:* "look at what the new weights
+# think of the old answers". If the gap between Megatron and SGLang is not near
+# a millionth, stop: a kernel restarted without its server, or weights of
+# another run.
+#
+# *Ask:* Why did answers with an advantage of 0 move? Where would you see that
+# sync was forgotten? Which of the five calls knows what is right?
+#
+# *A late learner* runs all cells, which takes half a minute, and joins at
+# "Advantages".
+
 # %% tags=["parameters"]
 PROFILE: str = "cpu"  # which profile: cpu, gpu, gpu-20b or cluster
 SEED: int = 0  # seed of every random choice in this notebook
@@ -196,6 +214,66 @@ show_figure(
 # one. A column without colour is a zero-variance group: all right or all
 # wrong, so it pushes nowhere.
 
+# %% [markdown] tags=["exercise"]
+# ### Exercise: predict the silent groups
+#
+# (10 minutes, medium) Every answer to a question is right with probability
+# `right`, each by itself. Which share of groups of `size` answers says
+# nothing? Then look at the share of silent groups above: is it what a single
+# probability would give?
+#
+# <details><summary>Hint</summary>
+#
+# A group says nothing if all its answers are right, or all are wrong. For two
+# answers and 0.5 it is a half.
+#
+# </details>
+
+# %% tags=["start"]
+def silent_share(right, size):
+    return ...  # your turn: a number from 0 to 1
+
+# %% tags=["solution"]
+def silent_share(right, size):
+    return right**size + (1 - right)**size
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("silent-groups", silent_share)
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise: find the planted bug
+#
+# (10 minutes, medium) This function shall give each answer its distance from
+# the mean of its group (Dr. GRPO's advantage). Answers to one question stand
+# beside each other in `rewards`. It runs, its sum is zero, and it is wrong.
+# Mend it.
+#
+# <details><summary>Hint</summary>
+#
+# Try it on two questions with three answers each, `torch.arange(6.)`, and
+# print the table before the subtraction. Which answers share a column?
+#
+# </details>
+
+# %% tags=["start"]
+def by_group(rewards, size):
+    """[answers] rewards, `size` answers a question -> [answers]."""
+    table = rewards.view(size, -1)
+    return (table - table.mean(0)).flatten()
+
+# %% tags=["solution"]
+def by_group(rewards, size):
+    """[answers] rewards, `size` answers a question -> [answers]."""
+    table = rewards.view(-1, size)  # a row is a question
+    return (table - table.mean(1, keepdim=True)).flatten()
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("by-group", by_group)
+
 # %% [markdown]
 # ## 4 · Update
 #
@@ -342,6 +420,33 @@ again = roll_out(server, problems[:2], settings)
 print("weight version before:", episodes[0].weight_version)
 print("weight version now:   ", again[0].weight_version)
 assert again[0].weight_version == "step-1"
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise: put a step in order
+#
+# (5 minutes, easy) Seven calls of one step on a card that is too small for
+# both engines at work: "advantages", "release" (the server's memory),
+# "resume", "roll out", "score", "sync", "update". Write them in the order in
+# which they must run.
+#
+# <details><summary>Hint</summary>
+#
+# What needs the server's memory, what needs the card for itself, and what
+# needs new weights?
+#
+# </details>
+
+# %% tags=["start"]
+order_of_calls = ...  # your turn: a list of the seven names
+
+# %% tags=["solution"]
+order_of_calls = ["roll out", "score", "advantages", "release",
+                  "update", "resume", "sync"]
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("order-of-a-step", order_of_calls)
 
 # %% [markdown]
 # ## Where did the time go?

@@ -30,6 +30,26 @@
 # |---|---|---|
 # | `cpu` | about 4 minutes on 2 cores | about 4.5 GB, most of it libraries |
 
+# %% [markdown] tags=["instructor"]
+# **For whoever teaches**
+#
+# <!-- timing -->
+#
+# *Usually goes wrong:* the loop takes two to four minutes: start it, then let
+# people write down where the completion length will end, and discuss the
+# exercises of 05. After an interrupt restart the kernel, since actors may
+# still hold half a step; they end with the kernel. `RESUME = True` goes on
+# from the newest save. `STEPS = 30` is enough to see length and reward rise
+# together, and leaves the last panels noisy. *Say:* "which of these curves
+# says *why*?"
+#
+# *Ask:* Why does the reward still rise after the length has stopped? What
+# would the shuffled control look like? Which single plot would you page
+# somebody for?
+#
+# *A late learner* opens the recorded run in `notebooks/recorded/cpu/06_train`
+# and reads along; the exercises need no loop.
+
 # %% tags=["parameters"]
 PROFILE: str = "cpu"  # which profile: cpu, gpu, gpu-20b or cluster
 SEED: int = 0  # seed of every random choice in this notebook
@@ -328,6 +348,36 @@ show_figure(fig, run=run, name="accuracy", data=looks,
 # size of model. What is real: nobody told the policy which of its two habits
 # is better, and the held-out digits were never seen in any order.
 
+# %% [markdown] tags=["exercise"]
+# ### Exercise: is a gain of two points news?
+#
+# (5 minutes, easy) An accuracy is a mean of right and wrong over `questions`
+# questions. Write its standard error, for a true share of `share`. Then say
+# which of your gains above it makes believable.
+#
+# <details><summary>Hint</summary>
+#
+# One question that is right with probability p has the variance p (1 - p). The
+# variance of a mean of n of them is n times smaller.
+#
+# </details>
+
+# %% tags=["given"]
+import math
+
+# %% tags=["start"]
+def standard_error(share, questions):
+    return ...  # your turn
+
+# %% tags=["solution"]
+def standard_error(share, questions):
+    return math.sqrt(share * (1 - share) / questions)
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("is-it-noise", standard_error)
+
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(9, 3.2))
 axes[0].plot(columns["step"], columns["zero_variance"], marker="")
@@ -370,6 +420,65 @@ run.record("generation_kl", max(columns["generation_kl"]))
 run.record("token_multiplier", max(columns["token_multiplier"]))
 run.record("kept_share", min(columns["kept_share"]))
 run.record("sync_seconds_max", max(columns["sync_seconds"]))
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise: four sick runs
+#
+# (10 minutes, medium) Four runs went wrong. What is the matter with each? The
+# causes, each of which occurs once, are `"stop at <|end|>"`,
+# `"stale weights"` (some never reach the server), `"temperature 0"` (in the
+# rollout) and `"shuffled rewards"`.
+#
+# | run | reward | completion length | silent groups | logprob gap, max |
+# |---|---|---|---|---|
+# | A | ends at a guess's | falls to 5 tokens | normal | 0.00001 |
+# | B | rises, falls from step 30 on | normal | normal | grows every step |
+# | C | no trend | no trend | all of them | 0.00001 |
+# | D | falls in fits and starts | wanders | normal | 0.00001 |
+#
+# <details><summary>Hint</summary>
+#
+# Ask of each run: do the groups still differ in reward? Do the two engines
+# agree? If both are in order, is it the answer's length or the reward itself
+# that makes no sense?
+#
+# </details>
+
+# %% tags=["start"]
+causes = {"A": ..., "B": ..., "C": ..., "D": ...}  # your turn
+
+# %% tags=["solution"]
+causes = {"A": "stop at <|end|>", "B": "stale weights",
+          "C": "temperature 0", "D": "shuffled rewards"}
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("sick-runs", causes)
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise: what dynamic sampling costs
+#
+# (5 minutes, easy) A step wants 32 groups that teach something, and 40% of all
+# groups are silent. How many questions does `dapo` draw on average, if it
+# draws one at a time until the step is full?
+#
+# <details><summary>Hint</summary>
+#
+# Of n questions, 0.6 n teach something.
+#
+# </details>
+
+# %% tags=["start"]
+drawn_on_average = ...  # your turn: a number
+
+# %% tags=["solution"]
+drawn_on_average = 32 / (1 - 0.4)
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("fill-the-step", drawn_on_average)
 
 # %% [markdown]
 # ## 5 · Where a step's time goes

@@ -34,6 +34,26 @@
 # that no formula of the model explains, and that surprise people who size a
 # machine by the weights alone.
 
+# %% [markdown] tags=["instructor"]
+# **For whoever teaches**
+#
+# <!-- timing -->
+#
+# *Usually goes wrong:* people add RSS and count every library several times;
+# they look at the weights and forget gradients, moments and logits; they
+# expect `nvidia-smi` to fall when a tensor is freed (the allocator keeps it).
+# *Say:* "predicted, measured, difference: write all three down before you
+# explain anything".
+#
+# *Ask:* Which of these bytes grow with the batch, which with the model, which
+# with neither? Your server says it released its memory: how do you know? Why
+# is the gradient the same with half the micro-batch?
+#
+# *Short of time:* sections 1, 3, 5 and 7; the tables of 4 and 6 are recorded
+# and read well at home. *A late learner* runs the notebook once (below half a
+# minute) and starts at section 3. Without a GPU, sections 4 to 6 show recorded
+# runs; say so.
+
 # %% tags=["parameters"]
 PROFILE: str = "cpu"  # which profile: cpu, gpu, gpu-20b or cluster
 SEED: int = 0  # seed of every random choice in this notebook
@@ -314,6 +334,30 @@ for name, tokens in capacity.items():
     print(f"{name:20s} {tokens:6d} tokens")
 print(f"{'windows would need':20s} {need:6d} tokens "
       f"({settings.rollout.max_running_requests} requests x {window})")
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise: bytes a parameter
+#
+# (5 minutes, easy) In bf16 training with an fp32 master copy, how many bytes
+# of static memory does *one* parameter cost the trainer, if it is trained?
+#
+# <details><summary>Hint</summary>
+#
+# Go through the rows of section 1: weights, gradients, Adam moments, and the
+# row that only bf16 training has.
+#
+# </details>
+
+# %% tags=["start"]
+bytes_a_parameter = ...  # your turn
+
+# %% tags=["solution"]
+bytes_a_parameter = 2 + 4 + 2 * 4 + 4  # weight, gradient, Adam, master
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("bytes-a-parameter", bytes_a_parameter)
 
 # %% [markdown]
 # ## 4 · The card, phase by phase
@@ -631,6 +675,84 @@ for name, size in one.items():
 #
 # At 20b scale the logits grow most: 201,088 numbers a token, 3.3 GB for one
 # fp32 copy of four answers of 1,024 tokens, against 2 MB here.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise: the largest micro-batch
+#
+# (10 minutes, medium) With profile `gpu-20b`, 40 GB of the card are left for
+# one micro-batch (40e9 bytes). How many episodes of 1,024 tokens fit? Count
+# what the layers keep for the backward pass,
+# `predicted_activation_bytes(settings, tokens)`, and what the loss needs,
+# `predicted_loss_bytes(settings, tokens, backward=True)`.
+#
+# <details><summary>Hint</summary>
+#
+# Both take the tokens of the whole micro-batch. Try sizes from 1 on until the
+# sum is too large; `load_profile("gpu-20b")` gives the settings.
+#
+# </details>
+
+# %% tags=["given"]
+from helpers.memory import (
+    predicted_activation_bytes, predicted_loss_bytes,
+)
+
+# %% tags=["start"]
+episodes_that_fit = ...  # your turn: a whole number
+
+# %% tags=["solution"]
+shape = load_profile("gpu-20b")
+
+
+def micro_batch_bytes(episodes):
+    tokens = 1024 * episodes
+    return (predicted_activation_bytes(shape, tokens)
+            + predicted_loss_bytes(shape, tokens, backward=True))
+
+
+fitting = [n for n in range(1, 100) if micro_batch_bytes(n) <= 40e9]
+episodes_that_fit = max(fitting)
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("largest-micro-batch", episodes_that_fit)
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise: cut this memory peak
+#
+# (15 minutes, hard) This is the first thing one writes for the logprobs of
+# `labels`, [tokens], from bf16 `logits`, [tokens, vocabulary]. It holds two
+# fp32 copies of all logits at its peak: 6.6 GB for four answers of 1,024
+# tokens at 20b. Keep its values and cut the peak below a quarter of *one*
+# copy.
+#
+# <details><summary>Hint</summary>
+#
+# Tokens do not need each other. `logits.split(32)` gives views of 32 rows,
+# which cost nothing; `torch.cat` puts the results together.
+#
+# </details>
+
+# %% tags=["start"]
+def label_logprobs(logits, labels):
+    """[tokens] fp32 logprobs of labels; logits are bf16."""
+    wide = logits.float().log_softmax(-1)
+    return wide.gather(-1, labels[:, None])[:, 0]
+
+# %% tags=["solution"]
+def label_logprobs(logits, labels):
+    """[tokens] fp32 logprobs of labels; logits are bf16."""
+    pieces = []
+    for rows, ids in zip(logits.split(32), labels.split(32)):
+        narrow = rows.float().log_softmax(-1)
+        pieces.append(narrow.gather(-1, ids[:, None])[:, 0])
+    return torch.cat(pieces)
+
+# %% tags=["check"]
+from helpers.exercises import check
+
+check("cut-the-peak", label_logprobs)
 
 # %% [markdown]
 # ## 8 · The same ledger at 20 billion parameters

@@ -109,16 +109,17 @@ def test_the_servers_command_line():
     def flags(name, **changes):
         return rollout.server_command(load_profile(name, **changes), Path("checkpoint"), 1)
 
-    assert "--enable-return-routed-experts" not in flags("cpu")
-    assert "--enable-return-routed-experts" in flags("cpu", **REPLAY)
+    assert "--enable-return-routed-experts" not in flags("gpu")
+    assert "--enable-return-routed-experts" in flags("cpu")  # its shared server serves notebook 08 too
     assert "--moe-runner-backend" not in flags("gpu")
     line = flags("gpu", **REPLAY)
+    assert "--enable-return-routed-experts" in line
     assert line[line.index("--moe-runner-backend") + 1] == "triton"  # SGLang's own choice records nothing
 
 
 def test_a_shared_server_says_whether_it_returns_experts():
-    plain, replay = load_profile("cpu"), load_profile("cpu", **REPLAY)
-    able = load_profile("cpu", **{"rollout.server_arguments": ("--enable-return-routed-experts",)})
+    plain, replay = load_profile("gpu"), load_profile("gpu", **REPLAY)
+    able = load_profile("cpu")
     assert [returns_experts(p) for p in (plain, replay, able)] == [False, True, True]
     assert not ServerAddress("url", 1, "log", "shape").returns_experts  # written by an older start
 

@@ -143,6 +143,138 @@ def test_unknown_names_are_refused(folder, capsys):
     assert "no text twin 09" in capsys.readouterr().err
 
 
+EXERCISE = """
+# %% [markdown] tags=["exercise"]
+# ### Exercise: add
+#
+# (5 minutes, easy) Add two numbers.
+#
+# <details><summary>Hint</summary>
+#
+# Use +.
+#
+# </details>
+
+# %% tags=["given"]
+numbers = (1, 2)
+
+# %% tags=["start"]
+total = ...  # your turn
+
+# %% tags=["solution"]
+total = sum(numbers)
+
+# %% tags=["check"]
+check("add", total)
+
+# %% [markdown] tags=["instructor"]
+# <!-- timing -->
+#
+# *Ask:* is it commutative?
+"""
+
+
+def _sources(folder, form, name="00_a"):
+    notebook = json.loads(twins.render(folder / "text" / f"{name}.py", form))
+    return ["".join(cell["source"]) for cell in notebook["cells"]]
+
+
+def test_each_form_has_its_own_cells(folder):
+    _write(folder, GOOD + EXERCISE)
+    start, solution, notes = "total = ...  # your turn", "total = sum(numbers)", "commutative"
+    holds = {form: "\n".join(_sources(folder, form)) for form in twins.lessons.FORMS}
+    for form, wanted in {"learner": start, "solutions": solution, "instructor": solution}.items():
+        others = {start, solution} - {wanted}
+        assert wanted in holds[form] and not [text for text in others if text in holds[form]]
+        assert 'check("add", total)' in holds[form] and "numbers = (1, 2)" in holds[form]
+        assert ('GRPO_EXERCISES"] = "strict"' in holds[form]) == (form != "learner")
+        assert (notes in holds[form]) == (form == "instructor")
+    assert "| Part | 0 | not recorded | 5 |" in holds["instructor"], "the timing table is filled in"
+    with pytest.raises(ValueError, match="unknown form 'teacher'; use one of learner"):
+        twins.render(folder / "text" / "00_a.py", "teacher")
+
+
+def test_slides_are_the_opening_with_its_notes(folder):
+    notes = '# %% [markdown] tags=["instructor"]\n# Say hello.\n\n'
+    _write(folder, GOOD.replace("# %% tags=", notes + "# %% tags=", 1))
+    cells = json.loads(twins.render(folder / "text" / "00_a.py", "slides"))["cells"]
+    assert [c["metadata"]["slideshow"]["slide_type"] for c in cells] == ["slide", "notes"]
+    assert "# Title" in "".join(cells[0]["source"]) and cells[1]["source"] == ["Say hello."]
+
+
+@pytest.mark.parametrize("form", ["solutions", "instructor", "slides"])
+def test_every_form_of_the_real_notebooks_is_valid_and_keeps_the_cells_ids(form, tmp_path):
+    nbformat = pytest.importorskip("nbformat")
+    assert twins.main(["write", "--form", form, "--out", str(tmp_path)]) == 0
+    for path in sorted((PROJECT_ROOT / "notebooks").glob("[0-9]*.ipynb")):
+        other = nbformat.read(tmp_path / path.name, as_version=4)
+        nbformat.validate(other)
+        ids = [cell["id"] for cell in json.loads(path.read_text())["cells"]]
+        kept = [cell["id"] for cell in other.cells if cell["id"] in ids]
+        assert kept == [i for i in ids if i in kept] and len(kept) >= (1 if form == "slides" else 5)
+
+
+def test_forms_go_to_a_folder_of_their_own(folder, capsys):
+    _write(folder, GOOD + EXERCISE)
+    assert twins.main(["write", "--notebooks", str(folder), "--form", "slides", "--out", str(folder)]) == 2
+    assert "holds the learner's form" in capsys.readouterr().err
+    for words in (["--form", "solutions"], ["--out", str(folder / "x")]):
+        with pytest.raises(SystemExit):
+            twins.main(["write", "--notebooks", str(folder), *words])
+        assert "go together" in capsys.readouterr().err
+    assert not list(folder.glob("**/*.ipynb"))
+    _write(folder, GOOD, "01_b")
+    out = folder / "out"
+    words = ["write", "--notebooks", str(folder), "--form", "solutions", "--out", str(out), "01"]
+    assert twins.main(words) == 0 and [p.name for p in out.iterdir()] == ["01_b.ipynb"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('tags=["given"]', 'tags=["givn"]', "unknown tag 'givn'"),
+        ('# %% tags=["solution"]\ntotal = sum(numbers)\n', "", "needs given cells, then start, solution, check"),
+        ('tags=["given"]', 'tags=["check"]', "needs given cells, then start, solution, check"),
+        ('tags=["start"]', 'tags=["solution"]', "needs given cells, then start, solution, check"),
+        ('check("add", total)', "print(total)", 'has no check("name", ...)'),
+        ("### Exercise: add", "### Add", "lacks a title"),
+        ("(5 minutes, easy)", "(5 minutes, simple)", "lacks its effort"),
+        ("(5 minutes, easy)", "Five minutes, easy.", "lacks its effort"),
+        ("# Use +.\n", "", "lacks a hint"),
+        ('[markdown] tags=["exercise"]', "[markdown]", "outside an exercise"),
+        ('# %% [markdown] tags=["instructor"]', '# %% tags=["instructor"]', "is no markdown cell"),
+        ("total", "x", "binds 'x', which the notebook uses too"),
+    ],
+)
+def test_lint_tells_what_an_exercise_lacks(folder, old, new, says):
+    assert twins.lint(_write(folder, GOOD + EXERCISE)) == []
+    assert old in EXERCISE
+    problems = twins.lint(_write(folder, GOOD + EXERCISE.replace(old, new)))
+    assert any(says in p for p in problems), problems
+
+
+def test_lint_tells_of_two_checks_of_one_name(folder):
+    again = EXERCISE.split("# %% [markdown] tags=[\"instructor")[0]
+    assert any("two exercises check 'add'" in p for p in twins.lint(_write(folder, GOOD + EXERCISE + again)))
+
+
+def test_names_that_cells_bind_and_use():
+    from helpers import lessons
+
+    source = """
+import os.path as p, sys
+from a import b as c
+d = [e for e in f]
+def g(h):
+    return h + i
+with j() as k:
+    for m, (n, *o) in q:
+        d += len(n)
+"""
+    assert lessons.bound_names(source) == {"p", "sys", "c", "d", "g", "k", "m", "n", "o"}
+    assert lessons.used_names(source) - lessons.bound_names(source) == {"f", "i", "j", "q"}
+
+
 PREPARED = [  # the others start no engine
     twin for twin in sorted((PROJECT_ROOT / "notebooks" / "text").glob("[0-9][0-9]_*.py"))
     if "\nprepare_kernel(settings)" in twin.read_text()
