@@ -419,7 +419,20 @@ class GrpoCluster:
         import ray
 
         shared = [ray.put(a) if isinstance(a, Batch) else a for a in arguments]
-        return ray.get([getattr(t, method).remote(*shared) for t in self.trainers])
+        calls = [getattr(t, method).remote(*shared) for t in self.trainers]
+        bound = self.settings.cluster.call_timeout
+        # the first that fails is raised at once: the others may wait in a collective for it
+        waiting, deadline = calls, time.monotonic() + bound
+        while waiting:
+            ready, waiting = ray.wait(waiting, timeout=max(deadline - time.monotonic(), 0))
+            if not ready:
+                raise ClusterError(
+                    f"{len(waiting)} of {len(calls)} trainer ranks have not finished {method} within {bound:.0f} s "
+                    "(cluster.call_timeout); one may wait for another in a collective. Stop the cluster and resume from "
+                    "the newest checkpoint"
+                )
+            ray.get(ready)
+        return ray.get(calls)
 
     def stop(self) -> None:
         """Stop servers and actors, free the placement group; safe to call twice."""

@@ -182,6 +182,7 @@ class ClusterSettings:
 
     num_cpus: int = 2
     object_store_mib: int = 80
+    call_timeout: float = 900.0  # seconds that all trainer ranks may take for one call, an update or a checkpoint
     dashboard: bool = True
 
 

@@ -579,11 +579,15 @@ def _empty_partial(folder: Path) -> None:
 
 
 def _check_integrity(folder: Path) -> None:
-    """Every byte of a checkpoint against the sums that were written with it. Raises CheckpointingException."""
-    from megatron.core.dist_checkpointing.validation import verify_integrity_manifest
+    """Every byte of a checkpoint against the sums that were written with it. Raises CheckpointingException or OSError.
+
+    Megatron's public verify_integrity_manifest is this and a broadcast of one kind of error: a file that is missing on rank 0
+    would leave the other ranks waiting.
+    """
+    from megatron.core.dist_checkpointing.validation import _verify_integrity_manifest_impl
 
     with quiet_libraries():
-        verify_integrity_manifest(str(folder))
+        _verify_integrity_manifest_impl(str(folder))
 
 
 def _root_cause(error: BaseException) -> str:

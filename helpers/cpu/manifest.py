@@ -51,6 +51,8 @@ PATCHES = (
     Patch("megatron.core.dist_checkpointing.strategies.filesystem_async", "get_write_results_queue",
           "keeps results in a spawned process that imports torch and outlives a killed rank",
           "upstream_fixes.checkpoint_queue_ends_with_its_process"),
+    Patch("megatron.core.dist_checkpointing.validation", "verify_integrity_manifest",
+          "tells the other ranks of one kind of error only: a missing file leaves them waiting", "trainer._check_integrity"),
     Patch("megatron.core.transformer.moe.moe_utils", "maybe_move_tensor_to_cpu",
           "turns all-to-all split sizes into numbers only when they are CUDA tensors", "megatron_backend._numpy_alltoall_splits"),
     Patch("megatron.core.transformer.torch_norm", "WrappedTorchNorm",

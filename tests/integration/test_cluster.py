@@ -18,6 +18,7 @@ from helpers.objective import learn, rated
 from helpers.processes import alive, process_tree
 from helpers.profiles import load_profile
 from helpers.rollout import SGLangClient
+from helpers.saves import SaveError, resume_newest, saved_steps, step_folder
 from helpers.tasks import MedianTask
 from helpers.trainer import MegatronTrainer
 
@@ -65,6 +66,16 @@ def test_ranks_and_engines_are_apart(cluster):
     assert len(set(cluster.clients.urls)) == 2
 
 
+def test_answers_of_a_draw_do_not_depend_on_the_number_of_engines(cluster):
+    import ray
+
+    problems = MedianTask(0).sample(6, step=3)
+    both = cluster.roll_out(problems, draw=3)
+    one = ray.get(cluster.engines[0].roll_out.remote(problems, False, 3))
+    assert [e.completion_ids for e in both] == [e.completion_ids for e in one]
+    assert [e.completion_ids for e in cluster.roll_out(problems, draw=4)] != [e.completion_ids for e in one]
+
+
 def test_two_ranks_compute_what_the_servers_sampled(cluster, batch):
     gap = ((cluster.logprobs(batch) - batch.rollout_logprobs) * batch.loss_mask).abs()
     assert gap.max() < 1e-4
@@ -75,7 +86,8 @@ def test_a_step_on_two_ranks_is_the_step_of_one(cluster, batch, trainer):
     one_rank = load_profile("cpu", **{**CHANGES, "trainer.ranks": 1})
     alone = MegatronTrainer(one_rank, cluster.checkpoint)
     alone.update(rated(alone, batch, one_rank))  # away from the start, which the reference stays at
-    cluster.resume(alone.save(Path(os.environ["GRPO_RUNS"]) / "one-rank"))
+    saved = alone.save(step_folder(Path(os.environ["GRPO_RUNS"]) / "one-rank", 1), {"step": 1})
+    assert resume_newest(saved.parent, cluster.resume) == (1, {"step": 1})
     one, two = learn(alone, batch, one_rank), learn(cluster, batch, cluster.settings)
     assert one.keys() == two.keys() and one["reference_kl"] > 0
     for name in one.keys() - {"seconds"}:
@@ -83,6 +95,19 @@ def test_a_step_on_two_ranks_is_the_step_of_one(cluster, batch, trainer):
     for call in ("logprobs", "reference_logprobs"):
         difference = getattr(cluster, call)(batch) - getattr(alone, call)(batch)
         assert difference.abs().max() < 1e-4
+
+
+def test_two_ranks_write_in_the_background_and_say_what_is_wrong(cluster, batch, tmp_path):
+    """Errors of the ranks come back as what they are, so that a damaged checkpoint is passed over."""
+    for step in (1, 2):
+        cluster.save(step_folder(tmp_path, step), {"step": step}, wait=False)
+    cluster.finish_saves()
+    assert saved_steps(tmp_path) == [1, 2]
+    largest = max(step_folder(tmp_path, 2).glob("*.distcp"), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+    with pytest.raises(SaveError, match="step-2 cannot be used"):
+        cluster.resume(step_folder(tmp_path, 2))
+    assert resume_newest(tmp_path, cluster.resume) == (1, {"step": 1})
 
 
 def test_both_engines_follow_a_sync(cluster, batch):
