@@ -232,7 +232,9 @@ print(f"KL {rows['temperature 0.7'].generation_kl:.1e}, other experts "
 #
 # An *arm* is one training run: a recipe, and whether its rollout goes through
 # a knob. Each arm gets a new trainer (0.05 s): the same start, an empty
-# optimizer, the schedule at its beginning.
+# optimizer, the schedule at its beginning. On the CPU each answer has a seed
+# of its own too (`draw=`), the same in every arm: as long as two arms' weights
+# agree, so do their answers.
 
 # %%
 from helpers.mismatch import ARMS
@@ -247,7 +249,7 @@ def grpo_step(trainer, turn, step):
     own = trainer.settings
     send_tensors(server, turn(trainer.export()), f"step-{step}")
     problems = task.sample(own.batch.prompts, step)
-    episodes = roll_out(server, problems, own)
+    episodes = roll_out(server, problems, own, draw=step)
     rewards = score(episodes, problems, tokenizer)
     advantages = step_advantages(episodes, rewards, own)
     stats = learn(trainer, collate(episodes, advantages, pad_id), own)
@@ -574,7 +576,7 @@ show_figure(
 # %% [markdown]
 # **Read it**, with care: three seeds, one small task. While I chose the knob,
 # the same `off` with seed 0 ended at 0.59, not 0.35. The server drew other
-# answers, that is all. A difference of 0.1 between two arms means nothing
+# answers, that is all (the bench ran before answers had seeds). A difference of 0.1 between two arms means nothing
 # here.
 #
 # - *Four steps stale.* `off` ends far below the ceiling with every seed, with
