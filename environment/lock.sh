@@ -53,4 +53,6 @@ compile gpu --excludes gpu.excludes --overrides gpu.overrides "$@"
 split_built
 head_comment gpu "gpu.in, gpu.overrides and gpu.excludes"
 head_comment gpu-built "gpu.in: compiled from source against torch (see Dockerfile)"
-wc -l bootstrap.lock cpu.lock gpu.lock gpu-built.lock
+compile site "$@"
+head_comment site site.in
+wc -l bootstrap.lock cpu.lock gpu.lock gpu-built.lock site.lock

@@ -37,6 +37,7 @@ from helpers.faults import (
     FAULTS, Fault, Fit, by_mean, load_reference, logprobs, rank_faults, shifted_fits, stale_faults,
 )  # fmt: skip
 from helpers.harmony import STOP_TOKENS, encode, load_tokenizer
+from helpers.messages import OneLineParser, one_line
 from helpers.preflight import installed_versions
 from helpers.rollout import RolloutError, SGLangClient
 from helpers.tensor_files import (
@@ -914,11 +915,11 @@ def table(findings: Sequence[Finding]) -> str:
     return "\n".join([*lines, "", ", ".join(f"{n} {verdict}" for verdict, n in count.items())])
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(OneLineParser):
     """argparse that raises BadUsage, so that wrong usage is one line."""
 
     def error(self, message: str):
-        raise BadUsage(message)
+        raise BadUsage(one_line(message))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -86,15 +86,15 @@ class Message:
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
-            raise ValueError(f"unknown role {self.role!r}; roles: {', '.join(ROLES)}")
+            raise ValueError(f"unknown role {self.role!r:.80}; roles: {', '.join(ROLES)}")
         if not isinstance(self.content, str):
             raise TypeError(f"content of a message is text, not {type(self.content).__name__}: pass a str")
         if self.role == "assistant" and self.channel not in CHANNELS:
-            raise ValueError(f"unknown channel {self.channel!r}; an assistant's: {', '.join(CHANNELS)}")
+            raise ValueError(f"unknown channel {self.channel!r:.80}; an assistant's: {', '.join(CHANNELS)}")
         if self.role != "assistant" and (self.channel or self.recipient):
             raise ValueError(f"a {self.role} message has no channel and no recipient; only assistant's have")
-        if self.recipient is not None and not re.fullmatch(r"[\w.-]+", self.recipient):
-            raise ValueError(f"recipient {self.recipient!r} is no tool name, such as functions.add")
+        if self.recipient is not None and not re.fullmatch(r"[\w.-]{1,200}", str(self.recipient)):
+            raise ValueError(f"recipient {self.recipient!r:.80} is no tool name, such as functions.add")
         if self.recipient and self.channel == "final":
             raise ValueError("a final message goes to the user: leave its recipient out, or use commentary")
 

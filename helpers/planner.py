@@ -27,6 +27,7 @@ from helpers.anatomy import GPT_OSS_120B
 from helpers.calibration import ADAM_BYTES, FITS, LOSS_BYTES, Constants, fitted
 from helpers.layout import Layout, architecture, impossible, rank_parameters
 from helpers.memory import PHASES, SERVER_RELEASED, parameter_count, server_bytes, trainer_phases
+from helpers.messages import OneLineParser
 from helpers.profiles import PROFILES, Profile, load_profile, nearest_name
 from helpers.results import git_commit, write_rows
 from helpers.throughput import Rates, forward_flops, rollout_limit, training_flops
@@ -854,7 +855,7 @@ def _print_judged(fit: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", nargs="?", default="plan", choices=("plan", "judge", "predict"))
@@ -872,6 +873,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fit", default="", choices=("", *FITS), help="constants; judge: small, else all")
     parser.add_argument("--out", type=Path, help="predict: the CSV to write")
     options = parser.parse_args(arguments)
+    if options.top < 1:
+        parser.error(f"--top {options.top}: print one plan at least")
     try:
         if options.command == "judge":
             _print_judged(options.fit or "small")
@@ -882,7 +885,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cluster = Cluster(cards()[options.card], options.gpus, options.gpus_per_node)
             work, constants = work_of(settings, options.prompt), fitted(options.fit or "all")
             _print_plans(search(settings, cluster, work, constants, options.wide), options.top)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"no plan: {error}", file=sys.stderr)
         return 2
     return 0

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
-from collections.abc import Iterable
+import types
+import typing
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from helpers.messages import one_line
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 SHARED_VARIABLE = "GRPO_SHARED_SERVER"  # file with the address of the SGLang server that a series shares
@@ -363,8 +368,12 @@ def load_profile(name: str, **changes) -> Profile:
     from helpers.recipes import named_recipe  # it builds on AlgorithmSettings
 
     known = _profiles()
+    if not isinstance(name, str):
+        raise TypeError(f"a profile's name is text, not {type(name).__name__}; profiles: {', '.join(known)}")
     if name not in known:
-        raise ValueError(f"unknown profile {name!r}{nearest_name(name, known)}; profiles: {', '.join(known)}")
+        raise ValueError(
+            f"unknown profile {name!r:.80}{nearest_name(name, known)}; profiles: {', '.join(known)}"
+        )
     profile = known[name]
     if isinstance(changes.get("algorithm"), str):
         changes["algorithm"] = named_recipe(changes["algorithm"])
@@ -386,33 +395,83 @@ def _replace(record, dotted: str, value):
     names = [f.name for f in dataclasses.fields(record)]
     if head not in names:
         raise ValueError(
-            f"unknown setting {dotted!r} of {type(record).__name__}{nearest_name(head, names)}; it has: {', '.join(names)}"
+            f"unknown setting {dotted!r:.80} of {type(record).__name__}{nearest_name(head, names)}; it has: {', '.join(names)}"
         )
     present = getattr(record, head)
     if rest:
         if not dataclasses.is_dataclass(present):
-            raise ValueError(f"setting {head!r} has no parts, so {dotted!r} names nothing")
+            raise ValueError(f"setting {head!r} has no parts, so {dotted!r:.80} names nothing")
         return dataclasses.replace(record, **{head: _replace(present, rest, value)})
-    return dataclasses.replace(record, **{head: _checked(dotted, present, value)})
+    return dataclasses.replace(record, **{head: _checked(dotted, _kinds(record, head), present, value)})
 
 
-def _checked(name: str, present, value):
-    if isinstance(present, float) and isinstance(value, int) and not isinstance(value, bool):
+def _kinds(record, name: str) -> tuple[type, ...]:
+    """The types that a setting's annotation allows; NoneType among them where None means something."""
+    hint = typing.get_type_hints(type(record))[name]
+    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return tuple(typing.get_origin(part) or part for part in parts)
+
+
+def _checked(name: str, kinds: tuple[type, ...], present, value):
+    if float in kinds and type(value) is int and abs(value) < 2**53:
         value = float(value)
-    if present is not None and value is not None and type(value) is not type(present):
+    if type(value) not in kinds or (tuple in kinds and not all(type(part) is str for part in value)):
+        wanted = " or ".join("None" if kind is types.NoneType else kind.__name__ for kind in kinds)
         raise TypeError(
-            f"setting {name!r} is a {type(present).__name__} (now {present!r}), not {value!r} ({type(value).__name__})"
+            one_line(f"setting {name!r} is a {wanted} (now {present!r:.80}), not {value!r:.80} ({type(value).__name__})", 400)
         )
+    if isinstance(value, float) and not math.isfinite(value) or isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError(f"setting {name!r} is {value!r:.30}: give a finite number that 64 bits hold")
+    for text in (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ():
+        if not text.isprintable() or len(text) > LONGEST_TEXT:
+            raise ValueError(
+                f"setting {name!r} holds {text!r:.60}: give printable text of at most {LONGEST_TEXT} characters"
+            )
     return value
+
+
+# settings that count something, and the least that makes sense
+_AT_LEAST = {
+    "steps": 1, "heldout": 1, "seed": 0, "batch.prompts": 1, "batch.group_size": 1, "sampling.max_new_tokens": 1,
+    "sampling.temperature": 0, "trainer.ranks": 1, "trainer.tensor_parallel": 1, "trainer.pipeline_parallel": 1,
+    "trainer.expert_parallel": 1, "trainer.expert_tensor_parallel": 1, "trainer.micro_batch": 1, "trainer.seq_length": 1,
+    "trainer.keep_saves": 1, "trainer.learning_rate": 0, "trainer.warmup_steps": 0, "trainer.decay_steps": 1,
+    "trainer.weight_decay": 0, "warm_start.steps": 0, "warm_start.batch": 1, "warm_start.demonstrations": 1,
+    "warm_start.learning_rate": 0, "rollout.engines": 1, "rollout.max_running_requests": 1, "rollout.max_total_tokens": 1,
+    "rollout.start_timeout": 0, "rollout.request_timeout": 0, "cluster.num_cpus": 1, "cluster.object_store_mib": 1,
+}  # fmt: skip
+LONGEST_TEXT = 4096  # characters: of a path
+# what a server of ours must not be told: to listen elsewhere than on loopback, to run a checkpoint's own code, or a secret in
+# the process list. Also their beginnings from four characters, which argparse takes for the whole
+_NO_SERVER_ARGUMENTS = ("--host", "--trust-remote-code", "--api-key", "--admin-api-key")
+
+
+def _out_of_range(p: Profile) -> Iterator[str]:
+    """What is wrong with single settings, a line each; the others are compared only after these."""
+    sizes = {f"model.{f.name}": 1 for f in dataclasses.fields(p.model) if f.type == "int"}
+    for name, least in (_AT_LEAST | sizes).items():
+        value = p
+        for part in name.split("."):
+            value = getattr(value, part)
+        if value is not None and value < least:
+            yield f"{name} = {value} must be at least {least}"
+    if p.device not in ("cpu", "cuda"):
+        yield f"device = {p.device!r:.80}; it can be cpu or cuda"
+    for word in (argument.split("=")[0] for argument in p.rollout.server_arguments):
+        if len(word) >= 4 and any(refused.startswith(word) for refused in _NO_SERVER_ARGUMENTS):
+            yield (
+                f"rollout.server_arguments holds {word}: servers listen on loopback, run no code of a checkpoint and take no "
+                "secret from a command line; leave it out"
+            )
 
 
 def _check(p: Profile) -> None:
     """Refuse settings that contradict each other, before anything starts."""
     from helpers.recipes import contradictions
 
-    t, problems = p.trainer, []
-    if p.steps < 1 or p.batch.prompts < 1 or p.heldout < 1:
-        problems.append("steps, batch.prompts and heldout must be at least 1")
+    t, problems = p.trainer, list(_out_of_range(p))
+    if problems:
+        raise ValueError(one_line(f"profile {p.name!r:.80} contradicts itself: {'; '.join(problems)}"))
     if p.batch.group_size < 2:
         problems.append(
             "batch.group_size must be at least 2: GRPO compares the answers to one question with each other"
@@ -447,4 +506,4 @@ def _check(p: Profile) -> None:
         problems.append("rollout.memory_saver needs a GPU: on a CPU releasing frees nothing")
     problems += contradictions(p.algorithm, p.batch.prompts)
     if problems:
-        raise ValueError(f"profile {p.name!r} contradicts itself: " + "; ".join(problems))
+        raise ValueError(one_line(f"profile {p.name!r} contradicts itself: {'; '.join(problems)}"))

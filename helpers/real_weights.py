@@ -859,7 +859,7 @@ def _parser() -> Parser:
 
 def _checked(args: argparse.Namespace) -> argparse.Namespace:
     """Raises BadUsage for what argparse cannot see: before minutes of work, not after them."""
-    if not args.checkpoint.is_dir():
+    if not os.path.isdir(args.checkpoint):  # False, not an error, for a name that is too long
         raise BadUsage(f"--checkpoint: there is no folder {args.checkpoint}")
     if args.sums:
         read_sums(args.sums)

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from helpers.messages import one_line
 from helpers.profiles import PROJECT_ROOT, Profile, load_profile
 
 FOLDER = PROJECT_ROOT / "notebooks" / "cards"
@@ -380,7 +381,7 @@ def main(arguments: list[str], folder: Path = FOLDER) -> int:
         print("\n".join(f"{name} is out of date: python -m helpers.recipe_cards" for name in stale))
         return int(bool(stale))
     if arguments:
-        print(f"unknown arguments {arguments}; use none, or check")
+        print(one_line(f"unknown arguments {arguments}; use none, or check"), file=sys.stderr)
         return 2
     for name, text in stale.items():
         (folder / name).write_text(text)

@@ -118,7 +118,7 @@ def named_recipe(name: str) -> AlgorithmSettings:
     """
     if name not in RECIPES:
         raise ValueError(
-            f"unknown algorithm {name!r}{nearest_name(name, RECIPES)}; recipes: {', '.join(RECIPES)}"
+            f"unknown algorithm {name!r:.80}{nearest_name(name, RECIPES)}; recipes: {', '.join(RECIPES)}"
         )
     return replace(RECIPES[name].settings, recipe=name)
 

@@ -17,8 +17,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from helpers.messages import OneLineParser, one_line
 from helpers.profiles import PROFILES, PROJECT_ROOT, load_profile
-from helpers.results import METRICS, read_metrics
+from helpers.results import METRICS, read_metrics, read_series_file
 
 SIZE_LIMIT = 1_500_000  # bytes of one executed notebook
 KEPT = (".csv", ".png", ".json", ".txt")
@@ -26,6 +27,9 @@ KEPT = (".csv", ".png", ".json", ".txt")
 
 class RecordError(ValueError):
     """The run cannot be recorded; the message says why."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 def record_run(runs: Path, target: Path, only: Sequence[str] = ()) -> list[Path]:
@@ -51,7 +55,7 @@ def record_run(runs: Path, target: Path, only: Sequence[str] = ()) -> list[Path]
     shutil.rmtree(fresh, ignore_errors=True)
     try:
         written = [_record_notebook(runs / name, fresh / name) for name in names]
-        series = json.loads((runs / "series.json").read_text())
+        series = read_series_file(runs)
         (fresh / "series.json").write_text(json.dumps(series, indent=1) + "\n")
         shutil.rmtree(target, ignore_errors=True)
         fresh.rename(target)
@@ -98,6 +102,9 @@ def recorded_label(profile: str, notebook: str, root: Path | None = None) -> str
 def _where_and_when(record: Mapping, used: int) -> str:
     """Card, versions, date and commit of a record. used: how many of the machine's cards took part."""
     hardware, packages = record["hardware"], record["versions"]
+    lacking = {"gpus", "cores", "driver"} - hardware.keys()
+    if lacking:
+        raise RecordError(f"the record does not say what it ran on: its hardware lacks {', '.join(sorted(lacking))}")
     names = ("torch", "sglang", "megatron-core", "transformer-engine")
     stack = ", ".join(f"{name} {packages[name]}" for name in names if name in packages)
     cards = hardware["gpus"]
@@ -147,8 +154,14 @@ QUESTIONS = {  # what each page answers, for the README's table
 
 
 def notebook_table(recorded: Path) -> str:
-    """The README's table of notebooks, from a recorded run: question, seconds, peak memory of all processes."""
-    entries = json.loads((recorded / "series.json").read_text())["notebooks"]
+    """The README's table of notebooks, from a recorded run: question, seconds, peak memory of all processes.
+
+    Raises ResultError for a series.json that cannot be read, RecordError for one that lacks what the table shows.
+    """
+    entries = read_series_file(recorded)["notebooks"]
+    bare = [e["notebook"] for e in entries if not {"seconds", "peak_pss_gib"} <= e.keys() or e["notebook"] not in QUESTIONS]
+    if bare or not entries:
+        raise RecordError(f"{recorded / 'series.json'} lacks seconds, peak_pss_gib or a known notebook: {bare or 'no entry'!r:.200}")
     rows = ["| notebook | question it answers | seconds | peak GiB |", "|---|---|---|---|"]
     for e in entries:
         name = e["notebook"]
@@ -236,21 +249,21 @@ def fill_readme(text: str, recorded: Path) -> str:
     return text
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--profile", default="cpu", choices=PROFILES)
     parser.add_argument("--runs", type=Path, help="folder of the run, where it is not this machine's own")
     parser.add_argument("--only", nargs="+", default=[], metavar="NN", help="the notebooks that were run")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     settings = load_profile(options.profile)
     try:
         root = PROJECT_ROOT / "notebooks" / "recorded"
         written = record_run(options.runs or settings.runs, root / settings.name, options.only)
         readme = PROJECT_ROOT / "README.md"
         readme.write_text(fill_readme(readme.read_text(), root / "cpu"))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"not recorded: {error}", file=sys.stderr)
         return 1
     print("\n".join(f"{p.stat().st_size / 1e3:7.0f} kB  {p.relative_to(PROJECT_ROOT)}" for p in written))

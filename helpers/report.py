@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import base64
 import html
-import json
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from helpers.results import METRICS, METRICS_FILE, ResultError, read_metrics, write_atomically
+from helpers.results import METRICS, METRICS_FILE, ResultError, read_metrics, read_series_file, write_atomically
 
 REPORT_FILE = "report.html"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -58,10 +57,10 @@ def write_report(runs: Path | str) -> Path:
 def _read_series(runs: Path) -> dict[str, Any]:
     """series.json with its notebooks as a mapping; empty when there is none or it is broken."""
     try:
-        record = json.loads((runs / "series.json").read_text(encoding="utf-8"))
-        return record | {"notebooks": {entry["notebook"]: entry for entry in record["notebooks"]}}
-    except (OSError, ValueError, KeyError, TypeError):
+        record = read_series_file(runs)
+    except ResultError:
         return {"notebooks": {}}
+    return record | {"notebooks": {entry["notebook"]: entry for entry in record["notebooks"]}}
 
 
 def _notebook_folders(runs: Path, series: Mapping[str, Any]) -> list[Path]:

@@ -27,10 +27,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from helpers.messages import one_line
+
 log = logging.getLogger(__name__)
 
 SCHEMA = 1
 METRICS_FILE = "metrics.json"
+SERIES_FILE = "series.json"
 COMMIT_VARIABLE = "GRPO_COMMIT"
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
@@ -42,11 +45,19 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "hardware": dict, "versions": dict, "command": str, "seconds": (int, float), "metrics": dict,
     "units": dict, "series": dict,
 }  # fmt: skip
+# of series.json and of its entries, one a notebook; float: any finite number
+SERIES_FIELDS: dict[str, type] = {
+    "status": str, "seconds": float, "peak_pss_gib": float, "peak_processes": list, "problem": str, "finished": str,
+    "command": str, "commit": str, "processes_left": int,
+}  # fmt: skip
 
 
 class ResultError(ValueError):
     """A result is missing, broken, or not what its registration says. The message names the next
     command."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 @dataclass(frozen=True)
@@ -474,13 +485,61 @@ def read_metrics(path: Path | str) -> dict[str, Any]:
     lacks a field or holds a value that is not finite.
     """
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):  # False, not an error, for a name that is too long
         path = path / METRICS_FILE
-    record = _parse(path)
-    problem = _problem(record)
+    record = _parse(path, _rerun(path))
+    problem = _problem(record) or _unwritable(record)
     if problem:
         raise ResultError(f"{path}: {problem}. {_rerun(path)}")
     return record
+
+
+def read_series_file(runs: Path | str) -> dict[str, Any]:
+    """series.json of runs/<profile>: what the runner wrote down of each notebook.
+
+    Raises ResultError naming the file when it is missing, truncated, or holds a value of a wrong type.
+    """
+    path = Path(runs) / SERIES_FILE
+    again = f"Run the series again: python -m helpers.series run --profile {path.parent.name}"
+    record = _parse(path, again)
+    problem = _series_problem(record) or _unwritable(record)
+    if problem:
+        raise ResultError(f"{path}: {problem}. {again}")
+    return record
+
+
+def _series_problem(record: Any) -> str:
+    """What is wrong with a parsed series.json, or ""."""
+    if not isinstance(record, dict) or not isinstance(record.get("notebooks"), list):
+        return "holds no list of notebooks"
+    entries = record["notebooks"]
+    if not all(isinstance(entry, dict) and isinstance(entry.get("notebook"), str) for entry in entries):
+        return "has an entry without the name of its notebook"
+    wrong = [name for entry in (record, *entries) for name in SERIES_FIELDS if not _fits(entry, name)]
+    if not wrong and not all(_is_process(p) for entry in entries for p in entry.get("peak_processes", ())):
+        wrong.append("peak_processes")
+    return f"has a value of the wrong type in {', '.join(dict.fromkeys(wrong))}" if wrong else ""
+
+
+def _is_process(item: Any) -> bool:
+    return isinstance(item, dict) and isinstance(item.get("process"), str) and _is_finite_number(item.get("pss_mib"))
+
+
+def _fits(entry: Mapping[str, Any], name: str) -> bool:
+    """Whether a field of series.json has its type, where it is there at all."""
+    if name not in entry:
+        return True
+    kind = SERIES_FIELDS[name]
+    return _is_finite_number(entry[name]) if kind is float else isinstance(entry[name], kind)
+
+
+def _unwritable(record: Any) -> str:
+    """What keeps a parsed record from being written again, as the report does, or ""."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError) as error:
+        return f"cannot be written as text again ({type(error).__name__})"
+    return ""
 
 
 def _rerun(path: Path) -> str:
@@ -488,19 +547,19 @@ def _rerun(path: Path) -> str:
     return f"Run the notebook again: {command_for(profile, notebook)}"
 
 
-def _parse(path: Path) -> Any:
+def _parse(path: Path, again: str) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ResultError(
-            f"{path} does not exist: the notebook has not finished yet. {_rerun(path)}"
+            f"{path} does not exist: the notebook has not finished yet. {again}"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ResultError(f"{path} cannot be read ({error}). {_rerun(path)}") from error
     except json.JSONDecodeError as error:
         raise ResultError(
-            f"{path} is not valid JSON (line {error.lineno}: {error.msg}); it may be truncated. {_rerun(path)}"
+            f"{path} is not valid JSON (line {error.lineno}: {error.msg}); it may be truncated. {again}"
         ) from error
+    except (OSError, ValueError, RecursionError) as error:  # no UTF-8, a number of 5,000 digits, nested too deeply
+        raise ResultError(f"{path} cannot be read ({error}). {again}") from error
 
 
 def _problem(record: Any) -> str:
@@ -515,12 +574,24 @@ def _problem(record: Any) -> str:
     wrong = [field for field, kind in FIELDS.items() if not isinstance(record[field], kind)]
     if wrong:
         return f"has a value of the wrong type in {', '.join(wrong)}"
+    mixed = [field for field in ("units", "versions", "series") if not _all_text(record[field].values())]
+    if mixed or not _all_text(record["hardware"].get("gpus", [])):
+        return f"has something else than text in {', '.join(mixed) or 'hardware.gpus'}"
     bad = [name for name, value in record["metrics"].items() if not _is_finite_number(value)]
+    if not _is_finite_number(record["seconds"]):
+        bad.append("seconds")
     return f"holds metrics that are no finite numbers: {', '.join(bad)}" if bad else ""
 
 
+def _all_text(values: Any) -> bool:
+    return isinstance(values, Iterable) and all(isinstance(value, str) for value in values)
+
+
 def _is_finite_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a number that a float can hold: JSON may have NaN, or an int of 400 digits."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return math.isfinite(value) if isinstance(value, float) else abs(value) < 2**1023
 
 
 def skipped_cells(notebook: Path | str) -> list[int]:
@@ -528,14 +599,18 @@ def skipped_cells(notebook: Path | str) -> list[int]:
 
     notebook: an executed .ipynb.  Source of the rule: the kernel counts executions, so a cell that
     ran has an
-    execution_count and one that was skipped has none.
+    execution_count and one that was skipped has none.  Raises ResultError for a file that is no notebook.
     """
-    cells = json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]
-    return [
-        number
-        for number, cell in enumerate(cells, start=1)
-        if cell["cell_type"] == "code" and "".join(cell["source"]).strip() and not cell.get("execution_count")
-    ]
+    path = Path(notebook)
+    record = _parse(path, _rerun(path))
+    try:
+        return [
+            number
+            for number, cell in enumerate(record["cells"], start=1)
+            if cell["cell_type"] == "code" and "".join(cell["source"]).strip() and not cell.get("execution_count")
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ResultError(f"{path} is no notebook ({type(error).__name__}: {error}). {_rerun(path)}") from error
 
 
 def check_expectations(runs_dir: Path | str, expectations: Path | str) -> list[str]:
@@ -550,10 +625,13 @@ def check_expectations(runs_dir: Path | str, expectations: Path | str) -> list[s
     path = Path(expectations)
     try:
         wanted = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ResultError(
             f"{path} cannot be read as expectations: {error}. Correct the TOML file."
         ) from error
+    flat = [name for name, bounds in wanted.items() if not isinstance(bounds, dict)]
+    if flat:
+        raise ResultError(f"{path}: {flat[0]} is no table of bounds. Write [{flat[0]}] above them.")
     failures: list[str] = []
     for notebook, bounds in wanted.items():
         failures += _check_notebook(Path(runs_dir) / notebook, bounds)
@@ -569,7 +647,11 @@ def _check_notebook(folder: Path, bounds: Mapping[str, Mapping[str, float]]) -> 
         [] if record["status"] == "ok" else [f"{folder.name}: status is {record['status']!r}, not 'ok'"]
     )
     executed = folder / f"{folder.name}.ipynb"
-    skipped = skipped_cells(executed) if executed.exists() else []
+    try:
+        skipped = skipped_cells(executed) if os.path.isfile(executed) else []
+    except ResultError as error:
+        failures.append(f"{folder.name}: {error}")
+        skipped = []
     if skipped:
         failures.append(f"{folder.name}: code cells {skipped} were not run")
     for name, bound in bounds.items():
@@ -581,8 +663,9 @@ def _check_bound(notebook: str, name: str, bound: Any, metrics: Mapping[str, flo
     where = f"{notebook}: {name}"
     if name not in METRICS:
         return [f"{where} is expected but not registered in METRICS (helpers/results.py)"]
-    if not isinstance(bound, dict) or not bound or set(bound) - {"min", "max"}:
-        return [f"{where}: a bound is written {{min = ..., max = ...}}, got {bound!r}"]
+    right = isinstance(bound, dict) and bound and not set(bound) - {"min", "max"}
+    if not right or not all(map(_is_finite_number, bound.values())):
+        return [f"{where}: a bound is written {{min = ..., max = ...}}, both numbers, got {bound!r:.200}"]
     if name not in metrics:
         return [f"{where} was not recorded"]
     value, unit = metrics[name], METRICS[name].unit

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from helpers.messages import one_line
+
 log = logging.getLogger(__name__)
 RUN_FILE = "run.json"
 _NAME = re.compile(r"step-(\d+)")
@@ -22,6 +24,9 @@ _NAME = re.compile(r"step-(\d+)")
 
 class SaveError(RuntimeError):
     """A trainer checkpoint could not be written, or the one that was asked for cannot be used."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 def partial_name(folder: Path) -> Path:
@@ -81,7 +86,7 @@ def read_run(folder: Path | str) -> dict[str, Any]:
     path = Path(folder) / RUN_FILE
     try:
         data = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SaveError(
             f"{path} cannot be read ({type(error).__name__}): the checkpoint is not whole"
         ) from error

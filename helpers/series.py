@@ -41,17 +41,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from helpers.messages import OneLineParser, one_line
 from helpers.preflight import NotReady, check_machine
 from helpers.processes import ProcessWatch, become_subreaper, grow, process_name, process_table, send_signal
 from helpers.profiles import PROFILES, RUNS_VARIABLE, Profile, load_profile
 from helpers.results import (
-    METRICS, METRICS_FILE, PROJECT_ROOT, ResultError, command_for, git_commit, read_metrics,
-    skipped_cells, write_atomically,
+    METRICS, METRICS_FILE, PROJECT_ROOT, SERIES_FILE, ResultError, command_for, git_commit, read_metrics,
+    read_series_file, skipped_cells, write_atomically,
 )  # fmt: skip
 
 log = logging.getLogger(__name__)
 
-SERIES_FILE = "series.json"
 LOG_FILE = "series.log"
 NOTEBOOK_NAME = re.compile(r"^(\d\d)_[A-Za-z0-9_]+$")
 CELL_SECONDS = 900.0
@@ -114,7 +114,7 @@ def select_notebooks(notebooks: Sequence[Notebook], only: Sequence[str]) -> list
         return list(notebooks)
     chosen = set()
     for word in only:
-        found = [n.name for n in notebooks if word == n.name or word.zfill(2) == n.name[:2]]
+        found = [n.name for n in notebooks if word and (word == n.name or word.zfill(2) == n.name[:2])]
         if not found:
             names = [n.name for n in notebooks]
             raise SeriesError(
@@ -134,16 +134,16 @@ def read_parameters(path: Path) -> dict[str, Parameter]:
     """The parameters cell of a notebook, read from its syntax tree; nothing is executed."""
     try:
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        tagged = [c for c in cells if "parameters" in c.get("metadata", {}).get("tags", [])]
+        source = "".join(tagged[0]["source"]) if tagged else ""
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SeriesError(
-            f"{path} is no readable notebook ({error}). Write it: python -m helpers.twins write"
+            one_line(f"{path} is no readable notebook ({error}). Write it: python -m helpers.twins write")
         ) from error
-    tagged = [c for c in cells if "parameters" in c.get("metadata", {}).get("tags", [])]
-    source = "".join(tagged[0]["source"]) if tagged else ""
     try:
         tree = ast.parse(source)
-    except SyntaxError as error:
-        raise SeriesError(f"{path}: the parameters cell is not valid Python ({error})") from error
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise SeriesError(one_line(f"{path}: the parameters cell is not valid Python ({error})")) from error
     found = (_parameter(node) for node in tree.body)
     return {p.name: p for p in found if p is not None}
 
@@ -160,7 +160,7 @@ def _parameter(node: ast.stmt) -> Parameter | None:
 def _literal(node: ast.expr) -> Any:
     try:
         return ast.literal_eval(node)
-    except ValueError:
+    except (ValueError, TypeError, MemoryError, RecursionError):
         return None
 
 
@@ -707,10 +707,10 @@ class Runner:
 
     def _verify(self, notebook: Notebook, folder: Path, executed: Path) -> str:
         """What a run that raised no error may still have missed."""
-        skipped = skipped_cells(executed)
-        if skipped:
-            return f"cells {', '.join(map(str, skipped))} of the executed notebook were skipped (sys.exit in a cell?)"
         try:
+            skipped = skipped_cells(executed)
+            if skipped:
+                return f"cells {', '.join(map(str, skipped))} of the executed notebook were skipped (sys.exit in a cell?)"
             record = read_metrics(folder / METRICS_FILE)
         except ResultError as error:
             reason = str(error).replace(f"{folder}{os.sep}", "")
@@ -891,11 +891,8 @@ def _write_series(options: Options, outcomes: Sequence[Outcome], seconds: float,
 def read_series(runs: Path) -> dict[str, dict[str, Any]]:
     """notebook -> its entry of series.json; empty when there is none or it is broken."""
     try:
-        return {
-            e["notebook"]: e
-            for e in json.loads((runs / SERIES_FILE).read_text(encoding="utf-8"))["notebooks"]
-        }
-    except (OSError, ValueError, KeyError, TypeError):
+        return {entry["notebook"]: entry for entry in read_series_file(runs)["notebooks"]}
+    except ResultError:
         return {}
 
 
@@ -940,7 +937,7 @@ def key_figures(folder: Path, limit: int = 3) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m helpers.series",
         description="Run the notebooks of the series with papermill.",
     )
@@ -990,6 +987,10 @@ def _run_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def _options(args: argparse.Namespace, settings: Profile, argv: Sequence[str]) -> Options:
+    for name in ("cell_seconds", "start_seconds", "min_free_gb", "settle_seconds"):
+        value = getattr(args, name)
+        if not (0 <= value < math.inf if name in ("min_free_gb", "settle_seconds") else 0 < value < math.inf):
+            raise SeriesError(f"--{name.replace('_', '-')} {value} has to be a positive number")
     notebooks = select_notebooks(discover(args.notebooks), args.only)
     parameters = bind_parameters(notebooks, args.given, settings.name)
     settings.runs.mkdir(parents=True, exist_ok=True)

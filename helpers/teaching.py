@@ -223,7 +223,10 @@ def exercise_table(twins: Mapping[str, Sequence[Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    from helpers.messages import OneLineParser
+
+    OneLineParser(prog="python -m helpers.teaching", description="Fill the tables of teaching.md.").parse_args(argv)
     from helpers.twins import read_cells, text_twins
 
     twins = {path.stem: read_cells(path) for path in text_twins()}

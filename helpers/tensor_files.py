@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from helpers.anatomy import Architecture, component_of, tensor_shapes
+from helpers.messages import one_line
 
 if TYPE_CHECKING:
     import torch
@@ -33,11 +34,15 @@ ITEM_BYTES = {
 TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "U8": "uint8"}
 FLOATS = ("F32", "BF16", "F16")  # what a plain tensor of gpt-oss may be stored in
 BLOCK = 32  # MXFP4 values that share a scale; see helpers.mxfp4
+LARGEST_SIZE, MOST_LAYERS = 2**31, 10_000  # of a dimension, and of layers, in a config.json
 CHUNK = 2**24  # bytes that are converted, read or written at a time
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be trusted; one line that names the file, the tensor and what to do next."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class NotGptOss(CheckpointError):
@@ -140,13 +145,15 @@ def _unreadable(file: Path, error: OSError) -> CheckpointError:
 
 
 def _check_sizes(file: Path, config: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for a size that is no positive whole number; what is missing, read_architecture names."""
+    """Raises CheckpointError for a size that no model has; what is missing, read_architecture names."""
     for name in (f.name for f in fields(Architecture) if f.type == "int"):
         value = config.get(name)
-        if value is not None and (type(value) is not int or value < 1):
+        # every layer's tensors are listed: a billion of them would take all memory before anything is compared
+        most = LARGEST_SIZE if name != "num_hidden_layers" else MOST_LAYERS
+        if value is not None and (type(value) is not int or not 1 <= value <= most):
             raise CheckpointError(
-                f"{file}: {name} is {value!r}, it has to be a positive whole number: take the config.json that came with "
-                "the weights"
+                f"{file}: {name} is {value!r:.60}, it has to be a positive whole number up to {most}: take the config.json "
+                "that came with the weights"
             )
 
 

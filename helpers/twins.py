@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers import lessons, teaching
+from helpers.messages import OneLineParser
 from helpers.results import PROJECT_ROOT, write_atomically
 
 NOTEBOOKS = PROJECT_ROOT / "notebooks"
@@ -41,7 +42,7 @@ def text_twins(folder: Path = NOTEBOOKS, only: Sequence[str] = ()) -> list[Path]
     """The text twins in `folder`/text, in order; only those whose name starts with one of `only`,
     if given."""
     paths = [p for p in sorted((folder / "text").glob("*.py")) if NAME.match(p.stem)]
-    chosen = [p for p in paths if not only or any(p.stem == o or p.stem[:2] == o.zfill(2) for o in only)]
+    chosen = [p for p in paths if not only or any(o and (p.stem == o or p.stem[:2] == o.zfill(2)) for o in only)]
     if not chosen:
         raise TwinError(f"no text twin {' '.join(only) or 'NN_name.py'} in {folder / 'text'}")
     return chosen
@@ -230,7 +231,7 @@ def _headings(cells: Sequence[Any]) -> Iterator[tuple[int, int, str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m helpers.twins", description="Keep notebooks and their text twins in step."
     )
     parser.add_argument("task", choices=("write", "check"))

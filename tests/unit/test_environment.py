@@ -16,8 +16,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / "environment"
-LOCKS = ("bootstrap.lock", "cpu.lock", "gpu.lock", "gpu-built.lock")
-SCRIPTS = ("setup.sh", "run.sh", "test.sh", "lab.sh", "lock.sh")
+LOCKS = ("bootstrap.lock", "cpu.lock", "gpu.lock", "gpu-built.lock", "site.lock")
+SCRIPTS = ("setup.sh", "run.sh", "test.sh", "lab.sh", "lock.sh", "site.sh")
 
 # ---- what no file may contain -------------------------------------------------------------------------------
 # Written in pieces, so that this file does not contain what it looks for.
@@ -136,6 +136,7 @@ def test_every_line_of_a_lock_is_one_version_with_hashes(name):
         ("cpu.in", ["cpu.lock"]),
         ("gpu.in", ["gpu.lock", "gpu-built.lock"]),
         ("gpu.overrides", ["gpu.lock"]),
+        ("site.in", ["site.lock"]),
     ],
 )
 def test_the_inputs_are_in_the_locks(source, locks):
@@ -267,7 +268,7 @@ def assert_teaches(result: tuple[int, str], *words: str) -> None:
         assert word in text, text
 
 
-@pytest.mark.parametrize("script", ["run.sh", "test.sh", "lab.sh"])
+@pytest.mark.parametrize("script", ["run.sh", "test.sh", "lab.sh", "site.sh"])
 def test_help_explains_without_setting_up(project, script):
     code, text = project.run("--help", script=script)
     assert code == 0 and f"bash environment/{script}" in text

@@ -223,7 +223,7 @@ def test_files_are_written_once_and_stale_ones_named(tmp_path, capsys):
     (tmp_path / "slime.md").write_text("old")
     assert stale_files(tmp_path) == ["slime.md"]
     assert main([], tmp_path) == 0 and main(["check"], tmp_path) == 0
-    assert main(["write"], tmp_path) == 2 and "unknown arguments" in capsys.readouterr().out
+    assert main(["write"], tmp_path) == 2 and "unknown arguments" in capsys.readouterr().err
 
 
 def test_a_bench_that_does_not_say_where_it_ran_is_refused(tmp_path):
