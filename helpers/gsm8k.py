@@ -180,6 +180,8 @@ def _problem(record: Mapping, where: str, preamble: bool) -> Gsm8kProblem:
     question, worked = record.get("question"), record.get("answer")
     if not isinstance(question, str) or not isinstance(worked, str) or not question.strip():
         raise QuestionsError(f'{where} needs "question" and "answer", both text')
+    if any("\ud800" <= letter <= "\udfff" for letter in question):  # JSON can spell half a letter, no tokenizer takes it
+        raise QuestionsError(f"{where}: the question holds half of a surrogate pair, which is no text")
     lines = worked.strip().splitlines()
     number = final_number(lines[-1]) if lines and lines[-1].startswith(MARK) else None
     if number is None:

@@ -200,7 +200,7 @@ def test_the_command_mends_a_plan_that_is_out_of_step(tmp_path, monkeypatch):
     text = teaching.PLAN_FILE.read_text(encoding="utf-8")
     monkeypatch.setattr(teaching, "PLAN_FILE", tmp_path / "teaching.md")
     teaching.PLAN_FILE.write_text(text.replace("| 0:00 | 00 |", "| 9:99 | 00 |"), encoding="utf-8")
-    teaching.main()
+    teaching.main([])
     assert teaching.PLAN_FILE.read_text(encoding="utf-8") == text
 
 

@@ -299,3 +299,10 @@ def test_token_ids_are_openai_harmonys():
     )
     assert encoding.encode(problem.prompt, allowed_special="all") == wanted
     assert len(wanted) < 200  # leaves room for the answer
+
+
+def test_half_a_letter_is_no_question(tmp_path):
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"question": "1 + 1 \\ud800", "answer": "#### 2"}\n')
+    with pytest.raises(QuestionsError, match="line 1: the question holds half of a surrogate pair"):
+        read_questions(file)
