@@ -19,7 +19,7 @@
 # **You need first:** a set-up environment (`bash environment/run.sh` makes
 # one) and some Python. Nothing from another notebook.
 #
-# **Last verified:** 2026-11-30 on 2 CPU cores with Python 3.12.
+# **Last verified:** 2026-12-01 on 2 CPU cores with Python 3.12.
 
 # %% [markdown]
 # | profile | time | memory | what it starts |

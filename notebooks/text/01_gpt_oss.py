@@ -20,7 +20,7 @@
 # **You need first:** Python and a little PyTorch. You know what softmax and an
 # attention head are. Nothing from another notebook.
 #
-# **Last verified:** 2026-11-30 on 2 CPU cores with Python 3.12, torch 2.11.0
+# **Last verified:** 2026-12-01 on 2 CPU cores with Python 3.12, torch 2.11.0
 # and transformers 5.12.1.
 
 # %% [markdown]

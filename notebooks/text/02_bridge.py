@@ -19,7 +19,7 @@
 # **You need first:** notebook 01, or a picture of what is inside gpt-oss:
 # sinks, sliding windows, experts. You have trained a small network in PyTorch.
 #
-# **Last verified:** 2026-11-30 on 2 CPU cores with Python 3.12, torch 2.11.0,
+# **Last verified:** 2026-12-01 on 2 CPU cores with Python 3.12, torch 2.11.0,
 # transformers 5.12.1, megatron-core 0.19.2 and megatron-bridge 0.6.2.
 
 # %% [markdown]

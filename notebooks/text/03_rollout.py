@@ -20,7 +20,7 @@
 # missing it is trained here, and this notebook says so. You know what
 # sampling from a language model is.
 #
-# **Last verified:** 2026-11-30 on 2 CPU cores with Python 3.12, torch 2.11.0,
+# **Last verified:** 2026-12-01 on 2 CPU cores with Python 3.12, torch 2.11.0,
 # transformers 5.12.1 and sglang 0.5.17.
 
 # %% [markdown]

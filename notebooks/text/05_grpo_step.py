@@ -20,7 +20,7 @@
 # and 04 (advantages and the clipped loss). What they leave on disk is used
 # here; if it is missing, it is made again, and this page says so.
 #
-# **Last verified:** 2026-11-30 on 2 CPU cores with Python 3.12, torch 2.11.0,
+# **Last verified:** 2026-12-01 on 2 CPU cores with Python 3.12, torch 2.11.0,
 # sglang 0.5.17, megatron-core 0.19.2 and megatron-bridge 0.6.2.
 
 # %% [markdown]

@@ -20,9 +20,9 @@
 # five calls run a hundred times, spread over Ray: trainer ranks and rollout
 # engines are actors, placed by a placement group. The code is the same for one
 # rank and for several; the profile says how many. Here everything is on one
-# machine; several machines are the subject of notebook 09 (planned).
+# machine; notebook 09 plans for more.
 #
-# **Last verified:** 2026-11-30 on 2 CPU cores with Python 3.12, torch 2.11.0,
+# **Last verified:** 2026-12-01 on 2 CPU cores with Python 3.12, torch 2.11.0,
 # ray 2.60.0, sglang 0.5.17 and megatron-core 0.19.2.
 
 # %% [markdown]

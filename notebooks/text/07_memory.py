@@ -19,7 +19,7 @@
 # **You need first:** notebook 05. What it leaves on disk is used here, else it
 # is made again.
 #
-# **Last verified:** 2026-11-30 on 2 CPU cores with Python 3.12, torch 2.11.0,
+# **Last verified:** 2026-12-01 on 2 CPU cores with Python 3.12, torch 2.11.0,
 # sglang 0.5.17 and megatron-core 0.19.2.
 
 # %% [markdown]
