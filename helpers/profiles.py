@@ -259,6 +259,8 @@ _COMMON_ENVIRONMENT = {
     # systems without clusters keeps it: everything stays on loopback (ray 2.60, _private/services.py get_node_ip_address)
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    # a raylet ends itself when its agents, Python processes, have not registered within 30 s: on a busy machine they have not
+    "RAY_agent_register_timeout_ms": "300000",
 }
 _CPU_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",  # trainer ranks of one machine; also where the host's own name does not resolve

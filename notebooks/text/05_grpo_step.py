@@ -122,7 +122,7 @@ task = load_task(settings.task, settings.seed)
 clock = {}
 start = time.perf_counter()
 problems = task.sample(settings.batch.prompts, step=0)
-episodes = roll_out(server, problems, settings)
+episodes = roll_out(server, problems, settings, draw=0)
 clock["roll out"] = time.perf_counter() - start
 print(f"{len(problems)} questions, {len(episodes)} answers, "
       f"{sum(len(e.completion_ids) for e in episodes):,} new tokens, "
@@ -182,9 +182,11 @@ groups = torch.tensor([e.group for e in episodes])
 advantages = group_advantages(rewards, groups, settings.algorithm.advantage)
 clock["advantages"] = time.perf_counter() - start
 silent = zero_variance_share(rewards, groups)
-print("first group, rewards   ", rewards[groups == 0].tolist())
-print("first group, advantages",
-      [round(a, 2) for a in advantages[groups == 0].tolist()])
+shown = next((g for g in range(len(problems))
+              if rewards[groups == g].std() > 0), 0)  # a group that differs
+print(f"group {shown}, rewards   ", rewards[groups == shown].tolist())
+print(f"group {shown}, advantages",
+      [round(a, 2) for a in advantages[groups == shown].tolist()])
 print(f"groups that say nothing: {silent:.0%}")
 run.record("zero_variance_share", silent)
 
@@ -292,9 +294,9 @@ clock["release"] = server.release_memory()
 batch = collate(episodes, advantages, pad_id, settings.trainer.seq_length)
 print("tokens", tuple(batch.tokens.shape), "of which",
       int(batch.loss_mask.sum()), "are trained on")
-row = next(i for i in range(len(group)) if advantages[i] > 0)
-n = len(group[row].prompt_ids) + len(group[row].completion_ids)
-first = len(group[row].prompt_ids) - 2
+row = int(advantages.argmax())  # an answer that did better than its group
+prompt = len(episodes[row].prompt_ids)
+n, first = prompt + len(episodes[row].completion_ids), prompt - 2
 for t in range(first, min(n - 1, first + 24)):
     label = decode(tokenizer, [int(batch.labels[row, t])])
     print(f"position {t:2d} predicts {label:14s}"
