@@ -204,11 +204,11 @@ for name, kind in KNOBS.items():
 send_tensors(server, start_weights, "exact")
 
 # %% [markdown]
-# Look at int8: the mean gap is a few thousandths of a nat, and one token is
-# off by more than a hundred times that: most likely it took another expert.
-# Run the cell again, and the KL of int8 and of noisy routers may change
-# tenfold, because a handful of tokens makes most of it. Means hide that; log
-# the largest gap too.
+# Look at bf16 and int8: the mean gap is a few thousandths of a nat, and the
+# worst token is off by fifty to several hundred times that: most likely it took
+# another expert. Run the cell again, and the KL of these two and of noisy
+# routers may change tenfold, even change places, because a handful of tokens
+# makes most of it. Means hide that; log the largest gap too.
 #
 # One more knob needs no weights at all. The rollout samples at temperature
 # 0.7, and somebody forgot to divide the trainer's logits by it.

@@ -514,9 +514,14 @@ def fuzz(target: Target, inputs: int, folder: Path, number: int | None = None) -
 
     if number is not None:
         run = seed(number)(run)
-    logging.getLogger("helpers").setLevel(logging.CRITICAL)  # a warning for each damaged save
-    with redirect_stdout(io.StringIO()):
-        run()
+    logger = logging.getLogger("helpers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # a warning for each damaged save
+    try:
+        with redirect_stdout(io.StringIO()):
+            run()
+    finally:
+        logger.setLevel(level)
     return tally
 
 
