@@ -108,6 +108,8 @@ def _where_and_when(record: Mapping, used: int) -> str:
     names = ("torch", "sglang", "megatron-core", "transformer-engine")
     stack = ", ".join(f"{name} {packages[name]}" for name in names if name in packages)
     cards = hardware["gpus"]
+    if not isinstance(cards, list):
+        raise RecordError(f"the record does not say what it ran on: its gpus are {type(cards).__name__}, not a list")
     others = f" of {len(cards)} in the machine" if len(cards) > used else ""
     card = f"{used} {cards[0]}{others} (driver {hardware['driver']})" if cards else f"{hardware['cores']} CPU cores"
     return f"{card}, {stack}, {record.get('date', 'date unknown')}, commit {record['commit'][:7]}"

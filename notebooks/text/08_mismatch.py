@@ -340,24 +340,27 @@ panels = [
 ]
 labels = ("KL(rollout ‖ trainer) (nat)", "|trainer - rollout| (nat)",
           "multiplier - 1; share of other experts")
-fig, axes = plt.subplots(1, 3, figsize=(11, 4.6), sharey=True)
 edges = (1e-14, 1e-7, 1e-7)  # a 0 has no place on a logarithmic axis
-for axis, panel, label, edge in zip(axes, panels, labels, edges):
+
+
+def draw_panel(axis, panel, label, edge):
     for (name, legend), fill in zip(panel, ("full", "none")):
         shift = 1 if name == "token_multiplier" else 0
         values = [max(v - shift, edge) for v in columns[name]]
         axis.plot(values, places, linestyle="", label=legend,
                   fillstyle=fill, markersize=7)
     axis.set(xscale="log", xlabel=label)
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
+
+# %%
+fig, axes = plt.subplots(1, 3, figsize=(11, 4.6), sharey=True)
+for axis, *what in zip(axes, panels, labels, edges):
+    draw_panel(axis, *what)
 axes[0].set_xticks([1e-13, 1e-9, 1e-5, 1e-1])
 axes[0].axvline(GATES["generation_kl"], color="k", ls=":")
 axes[2].axvline(GATES["token_multiplier"] - 1, color="k", ls=":")
 axes[0].set_yticks(places, rows)
 axes[0].invert_yaxis()
-
-# %%
-for axis in axes:
-    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
 show_figure(
     fig, run=run, name="knobs", data={"knob": list(rows)} | columns,
     alt="Three panels with a row a knob and logarithmic axes. Left: "
@@ -444,6 +447,8 @@ rewards = {n: smooth([r["reward"] for r in rows])
            for n, rows in curves.items()}
 kls = {n: [r["generation_kl"] for r in rows] for n, rows in curves.items()}
 steps = list(range(STEPS))
+
+# %%
 fig, axes = plt.subplots(1, 2, figsize=(10, 3.8))
 for place, name in enumerate(curves):
     axes[0].plot(steps, rewards[name], markevery=(place, 5), label=name)
@@ -453,17 +458,14 @@ axes[0].set(xlabel="step", ylabel="reward, mean of five steps (1)")
 axes[0].legend()
 axes[1].axhline(GATES["generation_kl"], color="k", ls=":", marker="")
 axes[1].set(xlabel="step", ylabel="KL(rollout ‖ trainer) (nat)")
-
-# %%
 show_figure(
     fig, run=run, name="arms",
     data={"step": steps} | {f"reward {n}": v for n, v in rewards.items()}
     | {f"kl {n}": v for n, v in kls.items()},
-    alt="Left: reward by step of four arms, which rise together at first; "
-    "then those with stale weights and nothing or TIS against it fall behind "
-    "or waver, while the clipped ratio goes on like the run without "
-    "mismatch. Right: generation KL, near 1e-13 without mismatch, about a "
-    "hundredth with stale weights, lowest of these with the clipped ratio.",
+    alt="Left: reward by step of four arms. They rise together; then off and "
+    "TIS, with stale weights, fall back or waver, while the clipped ratio "
+    "goes on like the run without mismatch. Right: generation KL, near "
+    "1e-13 without mismatch, about a hundredth with stale weights.",
 );  # fmt: skip
 
 # %% [markdown]
@@ -519,9 +521,9 @@ for name, values in stale.items():
 
 # %%
 arms = list(stale)
-fig, axes = plt.subplots(1, 2, figsize=(9.6, 4.4), sharey=True, sharex=True)
-for axis, ends_of, title in zip(
-        axes, (stale, coarse), ("4 steps stale", "2-bit rollout")):
+
+
+def draw_ends(axis, ends_of, title):
     for seed in range(3):
         known = [n for n in arms if len(ends_of.get(n, [])) > seed]
         axis.plot([ends_of[n][seed] for n in known],
@@ -530,11 +532,14 @@ for axis, ends_of, title in zip(
     axis.axvline(statistics.mean(stale["no mismatch"]), color="k", ls=":",
                  marker="")
     axis.set(xlabel="held-out accuracy after 40 steps (1)", title=title)
+
+# %%
+fig, axes = plt.subplots(1, 2, figsize=(9.6, 4.4), sharey=True, sharex=True)
+draw_ends(axes[0], stale, "4 steps stale")
+draw_ends(axes[1], coarse, "2-bit rollout")
 axes[0].set_yticks(range(len(arms)), arms)
 axes[0].invert_yaxis()
 axes[1].legend(loc="lower right")
-
-# %%
 show_figure(
     fig, run=run, name="recorded",
     data={"arm": [n for n in arms for _ in range(3)],

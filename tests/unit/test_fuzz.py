@@ -1,6 +1,5 @@
 """Bad input: every reader of tests/bench/fuzz.py on about 2,000 inputs (the bench tries 100,000), and what fuzzing has found."""
 
-import csv
 import importlib.util
 import json
 import pickle
@@ -65,14 +64,6 @@ def test_the_property_sees_a_hang(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzz, "SECONDS", 0.02)
     with pytest.raises(AssertionError, match="slow took 0"):
         fuzz.try_input(fuzz.Target("slow", fuzz.answers, busy), "", tmp_path)
-
-
-def test_the_bench_tried_a_hundred_thousand():
-    with (BENCH / "recorded" / "fuzz.csv").open() as file:
-        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    assert {row["target"] for row in rows} == set(fuzz.TARGETS)
-    assert sum(int(row["inputs"]) for row in rows) >= 100_000
-    assert all(float(row["slowest_seconds"]) < fuzz.SECONDS for row in rows)
 
 
 # --- found by fuzzing ---------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def test_a_part_does_not_replace_the_whole(tmp_path):
         record_run(RECORDED, tmp_path / "other", only=["42"])
     assert len(record_run(RECORDED, tmp_path / "other", only=["07"])) == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cpu", "other"]
-    assert len(list(target.glob("[0-9][0-9]_*"))) == 8
+    assert len(list(target.glob("[0-9][0-9]_*"))) == 10
 
 
 def test_lost_markers_are_named():
@@ -139,3 +139,13 @@ def test_the_hook_releases_what_the_issue_asks_for():
     cycles = recorded_rows("footprint_cycles.csv")
     assert len(cycles) == 20 and {float(r["logprob_gap"]) for r in cycles} == {0.0}
     assert max(float(r["released_gigabytes"]) for r in cycles) < 2.0
+
+
+def test_a_record_whose_cards_are_no_list_is_refused(tmp_path):
+    shutil.copytree(RECORDED / "06_train", tmp_path / "06_train")
+    file = tmp_path / "06_train" / "metrics.json"
+    record = json.loads(file.read_text())
+    record["hardware"]["gpus"] = {"0": "a card"}
+    file.write_text(json.dumps(record))
+    with pytest.raises(RecordError, match="gpus are dict, not a list"):
+        recorded_label("cpu", "06_train", tmp_path)
