@@ -142,8 +142,8 @@ def test_the_hook_releases_what_the_issue_asks_for():
 
 
 def test_a_record_whose_cards_are_no_list_is_refused(tmp_path):
-    shutil.copytree(RECORDED / "06_train", tmp_path / "06_train")
-    file = tmp_path / "06_train" / "metrics.json"
+    shutil.copytree(RECORDED / "06_train", tmp_path / "cpu" / "06_train")
+    file = tmp_path / "cpu" / "06_train" / "metrics.json"
     record = json.loads(file.read_text())
     record["hardware"]["gpus"] = {"0": "a card"}
     file.write_text(json.dumps(record))
