@@ -109,9 +109,8 @@ class MegatronTrainer:
             kept.append((logprobs * part.loss_mask).detach().cpu())
             return LossOutput(logprobs.sum() * 0, part.loss_mask.sum())
 
-        with (
-            torch.no_grad()
-        ):  # forward_only alone keeps the graph: Megatron's schedule leaves this to its caller
+        # forward_only alone keeps the graph: Megatron's schedule leaves no_grad to its caller
+        with torch.no_grad():
             self._forward_backward(batch, keep, forward_only=True)
         self.hand_back()
         return torch.cat(kept) if kept else None
@@ -418,9 +417,8 @@ class MegatronTrainer:
             wanted = own[number] if chained else own
             found = state["optimizer"][number] if chained else state["optimizer"]
             piece = {name: found.get(name, value) for name, value in wanted.items()}
-            adam, ours = (
-                p.get("optimizer", p) for p in (piece, wanted)
-            )  # below it in bf16 and where it is distributed
+            # below "optimizer" in bf16 and where it is distributed
+            adam, ours = (part.get("optimizer", part) for part in (piece, wanted))
             adam["param_groups"] = [
                 group | ({"step": state["steps_done"]} if "step" in group else {})
                 for group in ours["param_groups"]
