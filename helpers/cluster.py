@@ -1,7 +1,8 @@
-"""Ray: a head on this machine, trainer ranks and rollout engines as actors in one placement group.
+"""Ray: a head on this machine, or a cluster that is there; trainer ranks and rollout engines in one placement group.
 
-Ray does placement, retries and health; nothing here schedules. The head runs under helpers/launcher.py, so all of Ray's
-processes end with the kernel, even when it is killed (Ray's own agents outlive it by more than a minute).
+Ray does placement, retries and health; nothing here schedules. A head of our own runs under helpers/launcher.py, so all of
+Ray's processes end with the kernel, even when it is killed (Ray's own agents outlive it by more than a minute).
+Where RAY_ADDRESS names a cluster (environment/clusters.md), a run goes there and leaves it as it was.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from helpers.profiles import DEVICE_VARIABLE, Profile
+from helpers.nodes import (
+    INTERFACES, LOOPBACK, choose_interface, interface_of, is_loopback, listening_socket, visible_cards,
+)  # fmt: skip
+from helpers.profiles import ADDRESS_VARIABLE, DEVICE_VARIABLE, Profile
 from helpers.records import Batch, Episode
 from helpers.rollout import LAUNCHER, RolloutServer, SGLangClient, free_port, open_server, roll_out
 from helpers.tasks import Problem
-from helpers.weight_sync import SyncReport, sync_weights
+from helpers.weight_sync import SyncGroup, SyncReport, sync_weights
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +37,15 @@ class ClusterError(RuntimeError):
 
 
 class RayHead:
-    """A Ray head on loopback. `with RayHead(settings) as ray_head:` or start() ... stop()."""
+    """A Ray head on loopback, or a handle on the cluster that RAY_ADDRESS names, which others started and will stop.
+
+    `with RayHead(settings) as ray_head:` or start() ... stop().
+    """
 
     def __init__(self, settings: Profile):
         self.settings, self.process = settings, None
         self.address = self.dashboard = ""
+        self.attached = False
 
     def __enter__(self) -> RayHead:
         return self.start().connect()
@@ -46,13 +54,18 @@ class RayHead:
         self.stop()
 
     def start(self) -> RayHead:
-        """Launch Ray's processes; returns at once."""
+        """Launch Ray's processes; returns at once. With RAY_ADDRESS nothing is launched. Raises ClusterError (see _named_cluster)."""
+        named = _named_cluster()
+        if named:
+            self.address, self.attached = named, True
+            self.token = os.environ.get("RAY_AUTH_TOKEN", "")
+            return self
         c = self.settings.cluster
         # a short path: Ray puts sockets below it, and theirs have a limit
         self.folder = Path(tempfile.mkdtemp(prefix="ray-"))
         port, dashboard_port = free_port(), free_port()
-        self.address = f"127.0.0.1:{port}"
-        self.dashboard = f"http://127.0.0.1:{dashboard_port}" if c.dashboard else ""
+        self.address = f"{LOOPBACK}:{port}"
+        self.dashboard = f"http://{LOOPBACK}:{dashboard_port}" if c.dashboard else ""
         cpus = max(c.num_cpus, sum(bundle["CPU"] for bundle in _bundles(self.settings)[0]))
         command = [
             sys.executable, "-W", "ignore", "-m", "ray.scripts.scripts", "start", "--head", "--block",
@@ -80,6 +93,8 @@ class RayHead:
         """Wait until Ray takes connections and make this process its driver. Raises ClusterError."""
         import ray
 
+        if self.attached:
+            return self._attach()
         port, deadline = int(self.address.rsplit(":", 1)[1]), time.monotonic() + timeout
         while not _listens(port):
             self._check_alive(deadline)
@@ -98,6 +113,22 @@ class RayHead:
                 time.sleep(0.2)
         return self
 
+    def _attach(self) -> RayHead:
+        """Make this process a driver of the named cluster; it has to be on one of its nodes."""
+        import ray
+
+        try:
+            context = ray.init(address=self.address, log_to_driver=False, logging_level="error")
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            reason = " ".join(str(error).split())[:400]
+            raise ClusterError(
+                f"no Ray cluster of ours at {ADDRESS_VARIABLE}={self.address}: {reason}. Run on one of its nodes (or send the "
+                f"run there: ray job submit) with its RAY_AUTH_TOKEN, or unset {ADDRESS_VARIABLE} to start a head here"
+            ) from error
+        self.dashboard = f"http://{context.dashboard_url}" if context.dashboard_url else ""
+        log.info("attached to the Ray cluster at %s: %s", self.address, sorted(node_addresses().values()))
+        return self
+
     def _check_alive(self, deadline: float) -> None:
         """Raise ClusterError with Ray's own words when its start has ended or takes too long."""
         if self.process.poll() is None and time.monotonic() < deadline:
@@ -108,12 +139,15 @@ class RayHead:
         raise ClusterError(f"{ended}. Its last words:\n{text}")
 
     def stop(self) -> None:
-        """Disconnect, end all of Ray's processes and remove its folder; safe to call twice."""
-        if self.process is None:
+        """Disconnect, end all of Ray's processes and remove its folder; safe to call twice. A named cluster goes on."""
+        if self.process is None and not self.attached:
             return
         import ray
 
         ray.shutdown()
+        if self.attached:
+            self.attached = False
+            return
         self.process.stdin.close()
         self.process.wait(30)
         self.process = None
@@ -124,59 +158,102 @@ class RayHead:
 def _listens(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+        return probe.connect_ex((LOOPBACK, port)) == 0
+
+
+def _named_cluster() -> str:
+    """The cluster that RAY_ADDRESS names, "" where it names none. Raises ClusterError for a protocol that cannot work here."""
+    named = os.environ.get(ADDRESS_VARIABLE, "")
+    if "://" in named:
+        raise ClusterError(
+            f"{ADDRESS_VARIABLE}={named} is an address for a client outside the cluster; the loop's driver runs on a node. Give "
+            f"HOST:PORT of the cluster's head, or: ray job submit --address {named.replace('ray://', 'http://')} -- COMMAND"
+        )
+    return "" if named == "local" else named
+
+
+def node_addresses() -> dict[str, str]:
+    """node id -> address of every node of the cluster that lives. This process has to be its driver."""
+    import ray
+
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
 @dataclass(frozen=True)
 class Clients:
-    """Addresses of the rollout servers, as plain values that can travel to another actor."""
+    """Addresses of the rollout servers, as plain values that can travel to another actor.
+
+    key: what they ask for, "" on one machine. group: backend of a SyncGroup to send weights through, "" for none.
+    """
 
     urls: tuple[str, ...]
     timeout: float
+    key: str = field(default="", repr=False)
+    group: str = ""
 
     def open(self) -> list[SGLangClient]:
-        return [SGLangClient(url, self.timeout) for url in self.urls]
+        return [SGLangClient(url, self.timeout, key=self.key) for url in self.urls]
+
+
+def describe_place(device: str) -> dict:
+    """Where this actor is: node, its address and interface, what it was told, and the cards that it may use (UUIDs)."""
+    import ray
+
+    address = ray.util.get_node_ip_address()
+    return {
+        "node": ray.get_runtime_context().get_node_id(),
+        "address": address,
+        "interface": interface_of(address),
+        "interfaces": {name: os.environ[name] for name in INTERFACES if name in os.environ},
+        "pid": os.getpid(),
+        "device": os.environ.get(DEVICE_VARIABLE, "nothing"),
+        "cards": visible_cards() if device == "cuda" else (),
+    }
 
 
 class TrainerActor:
-    """One trainer rank. Synchronous and single-threaded: Megatron's CPU back end holds in one thread only."""
+    """One trainer rank. Synchronous and single-threaded: Megatron's CPU back end holds in one thread only.
 
-    def __init__(self, settings: Profile, checkpoint: str, rank: int):
-        self.settings, self.checkpoint, self.rank = settings, checkpoint, rank
-        self.trainer = None
+    store_host: address of the ranks' store, loopback where all of them are on one machine.
+    """
+
+    def __init__(self, settings: Profile, checkpoint: str, rank: int, store_host: str = LOOPBACK):
+        self.settings, self.checkpoint, self.rank, self.store_host = settings, checkpoint, rank, store_host
+        self.trainer, self.group = None, None
 
     def open_store(self) -> int:
-        """On rank 0: open the store that the ranks meet at; returns its port."""
+        """On rank 0: open the store that the ranks meet at, on its address only; returns its port."""
         import torch.distributed as dist
 
+        # a socket of our own: TCPStore would listen on every address of the machine
+        listening = listening_socket(self.store_host)
+        port = listening.getsockname()[1]
         self.store = dist.TCPStore(
-            "127.0.0.1", 0, world_size=self.settings.trainer.ranks, is_master=True, wait_for_workers=False
-        )
-        return self.store.port
+            self.store_host, port, world_size=self.settings.trainer.ranks, is_master=True, wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )  # fmt: skip
+        return port
 
     def build(self, port: int) -> dict:
         """Load the model and build the optimizer; returns what happened here (seconds, device, process)."""
+        import ray
         import torch.distributed as dist
 
         from helpers.trainer import MegatronTrainer
 
+        if self.store_host != LOOPBACK:
+            choose_interface(ray.util.get_node_ip_address())
         if self.rank:
             self.store = dist.TCPStore(
-                "127.0.0.1", port, world_size=self.settings.trainer.ranks, is_master=False
+                self.store_host, port, world_size=self.settings.trainer.ranks, is_master=False
             )
         self.trainer = MegatronTrainer(self.settings, self.checkpoint, self.rank, self.store)
         return self.describe()
 
     def describe(self) -> dict:
-        """Rank, pid, the device that this process was told, the card it got (UUID; "" on a CPU), and where its time went."""
-        told = os.environ.get(DEVICE_VARIABLE, "nothing")
-        return {
-            "rank": self.rank,
-            "pid": os.getpid(),
-            "device": told,
-            "card": _card(),
-            **self.trainer.seconds,
-        }
+        """Rank, place (describe_place), the card that torch got (UUID; "" on a CPU), and where its time went."""
+        place = describe_place(self.settings.device)
+        return {"rank": self.rank, **place, "card": _card(), **self.trainer.seconds}
 
     def update(self, batch: Batch) -> dict[str, float]:
         return self.trainer.update(batch)
@@ -194,7 +271,19 @@ class TrainerActor:
         return parallel_state.get_data_parallel_rank(), share.numpy()
 
     def sync(self, clients: Clients, version: str) -> SyncReport:
-        return sync_weights(self.trainer, clients.open(), version)
+        servers = clients.open()
+        if clients.group and not self.rank and self.group is None:
+            import ray
+
+            address = ray.util.get_node_ip_address()
+            self.group = SyncGroup(servers, clients.group, address=address).__enter__()
+        return sync_weights(self.trainer, servers, version, group=self.group)
+
+    def leave_group(self) -> None:
+        """Before the servers stop: leave the group that weights went through, where there is one."""
+        group, self.group = self.group, None
+        if group is not None:
+            group.__exit__(None, None, None)
 
     def save(self, folder: str, data: dict | None = None, wait: bool = True) -> str:
         return str(self.trainer.save(folder, data, wait))
@@ -235,21 +324,66 @@ def check_ranks(ranks: Sequence[dict], device: str) -> None:
             f"{len(ranks)} trainer ranks do not have a GPU each: {cards}; unset CUDA_VISIBLE_DEVICES in the actors' environment "
             "and let Ray assign one card a rank"
         )
-    if len({r["pid"] for r in ranks}) < len(ranks):
+    if len({(r.get("node"), r["pid"]) for r in ranks}) < len(ranks):
         raise ClusterError(f"{len(ranks)} trainer ranks share a process: {[r['pid'] for r in ranks]}")
+    check_network(ranks)
+
+
+def check_network(ranks: Sequence[dict]) -> None:
+    """Raise ClusterError unless ranks on several nodes can meet at the addresses that Ray knows. ranks: their describe()."""
+    places = {r.get("node"): r for r in ranks}
+    if len(places) < 2:
+        return
+    where = {f"rank {r['rank']}": r["address"] for r in ranks}
+    hidden = [is_loopback(r["address"]) for r in places.values()]
+    if len({r["address"] for r in places.values()}) < len(places) or (any(hidden) and not all(hidden)):
+        raise ClusterError(
+            f"trainer ranks on {len(places)} nodes cannot tell each other where they are: {where}; start each node's Ray with an "
+            "address of its own that the others reach (ray start --node-ip-address)"
+        )
+    for r in ranks:
+        wrong = {k: v for k, v in r["interfaces"].items() if v == "lo" and r["interface"] != "lo"}
+        if wrong or "GLOO_SOCKET_IFNAME" not in r["interfaces"]:
+            raise ClusterError(
+                f"rank {r['rank']} on {r['address']} would look for other nodes through {r['interfaces'] or 'any interface'}; "
+                f"its address is that of {r['interface']}: unset these variables, or name the right one, where its Ray starts"
+            )
+
+
+def check_engines(engines: Sequence[dict], device: str) -> None:
+    """Raise ClusterError unless each engine was told the profile's device and, on GPUs, has cards of its own.
+
+    engines: their describe().
+    """
+    wrong = {i: e["device"] for i, e in enumerate(engines) if e["device"] != device}
+    if wrong:
+        raise ClusterError(
+            f"the profile runs on {device!r} and Ray started engines that were told otherwise (engine: device): {wrong}"
+        )
+    cards = [card for e in engines for card in e["cards"]]
+    if device == "cuda" and (not all(e["cards"] for e in engines) or len(set(cards)) < len(cards)):
+        raise ClusterError(
+            f"{len(engines)} engines do not have GPUs of their own (UUIDs): {[list(e['cards']) for e in engines]}; unset "
+            "CUDA_VISIBLE_DEVICES where Ray starts and let it assign the cards"
+        )
 
 
 class RolloutActor:
-    """One SGLang server: a new one, or a handle on the series' shared one."""
+    """One SGLang server: a new one, or a handle on the series' shared one. host, key: as in RolloutServer."""
 
-    def __init__(self, settings: Profile, checkpoint: str, shared: bool):
+    def __init__(self, settings: Profile, checkpoint: str, shared: bool, host: str = LOOPBACK, key: str = ""):
         self.settings = settings
         self.server = (
-            open_server(settings, checkpoint) if shared else RolloutServer(settings, checkpoint).start()
+            open_server(settings, checkpoint)
+            if shared
+            else RolloutServer(settings, checkpoint, host=host, key=key).start()
         )
 
     def wait(self) -> str:
         return self.server.wait().url
+
+    def describe(self) -> dict:
+        return describe_place(self.settings.device)
 
     def roll_out(
         self, problems: Sequence[Problem], greedy: bool = False, draw: int | None = None, first: int = 0
@@ -295,31 +429,49 @@ class GrpoCluster:
 
         ranks, engines = self.settings.trainer.ranks, self.settings.rollout.engines
         bundles, engine_bundles = _bundles(self.settings)
-        self.group = placement_group(bundles, strategy="PACK")
+        self.group = placement_group(bundles, strategy=self.settings.cluster.strategy)
         if not self.group.wait(patience):
             raise ClusterError(
                 f"Ray cannot place {ranks} trainer ranks and {engines} engines on {ray.cluster_resources()}; "
                 "lower trainer.ranks or rollout.engines, or start Ray with more"
             )
-        shared = engines == 1  # several engines of one series never share a server
-        self.engines = [self._actor(RolloutActor, b, "server", shared) for b in engine_bundles]
-        self.trainers = [self._actor(TrainerActor, rank, "trainer", rank) for rank in range(ranks)]
+        nodes = self._nodes()
+        hosts = node_addresses()
+        self.spread = len({nodes[b] for b in (*range(ranks), *engine_bundles)}) > 1
+        self._key = secrets.token_hex(32) if self.spread else ""
+        here = ray.get_runtime_context().get_node_id()
+        for bundle in engine_bundles:
+            # several engines of one series never share a server, and its server is on the driver's machine
+            shared = engines == 1 and not self.spread and nodes[bundle] == here
+            host = hosts[nodes[bundle]] if self.spread else LOOPBACK
+            self.engines.append(self._actor(RolloutActor, bundle, "server", shared, host, self._key))
+        apart = len({nodes[rank] for rank in range(ranks)}) > 1
+        store = hosts[nodes[0]] if apart else LOOPBACK
+        self.trainers = [self._actor(TrainerActor, rank, "trainer", rank, store) for rank in range(ranks)]
         self._built = self._build()
         return self
 
-    def _actor(self, kind: type, bundle: int, role: str, argument):
+    def _nodes(self) -> dict[int, str]:
+        """bundle -> id of the node that Ray put it on."""
+        from ray.util.placement_group import placement_group_table
+
+        return placement_group_table(self.group)["bundles_to_node_id"]
+
+    def _actor(self, kind: type, bundle: int, role: str, *arguments):
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
         # a rollout actor is no server itself: it hands the server its environment when it launches one
         environment = self.settings.process_environment("trainer" if role == "trainer" else "kernel")
+        if self.spread:
+            environment.pop("GLOO_SOCKET_IFNAME", None)  # each node has its own (choose_interface)
         environment |= {k: os.environ[k] for k in ("GRPO_SHARED_SERVER", "GRPO_RUNS") if k in os.environ}
         gpus = 0.5 if self.settings.device == "cuda" else 0
         remote = ray.remote(
             num_cpus=1, num_gpus=gpus, scheduling_strategy=place, runtime_env={"env_vars": environment}
         )(kind)
-        return remote.remote(self.settings, self.checkpoint, argument)
+        return remote.remote(self.settings, self.checkpoint, *arguments)
 
     def _build(self) -> list:
         import ray
@@ -328,15 +480,17 @@ class GrpoCluster:
         return [t.build.remote(port) for t in self.trainers]
 
     def ready(self, timeout: float = 600.0) -> list[dict]:
-        """Wait for all actors; returns each trainer rank's description."""
+        """Wait for all actors and check where they are; returns each trainer rank's description."""
         import ray
 
-        self.clients = Clients(
-            tuple(ray.get([e.wait.remote() for e in self.engines], timeout=timeout)),
-            self.settings.rollout.request_timeout,
-        )
+        urls = tuple(ray.get([e.wait.remote() for e in self.engines], timeout=timeout))
+        # between machines there are no CUDA IPC handles
+        group = "nccl" if self.spread and self.settings.device == "cuda" else ""
+        self.clients = Clients(urls, self.settings.rollout.request_timeout, self._key, group)
         ranks = ray.get(self._built, timeout=timeout)
         check_ranks(ranks, self.settings.device)
+        self.places = ray.get([e.describe.remote() for e in self.engines], timeout=timeout)
+        check_engines(self.places, self.settings.device)
         return ranks
 
     # --- the calls of one step ----------------------------------------------------------------------------------------
@@ -445,6 +599,10 @@ class GrpoCluster:
             self.finish_saves()
         except Exception as error:  # the ranks may be what has failed
             log.warning("a checkpoint may be unfinished: %s", str(error).splitlines()[-1:])
+        try:
+            ray.get([t.leave_group.remote() for t in self.trainers[:1]], timeout=60)
+        except Exception as error:
+            log.warning("the group for weights was not left: %s", str(error).splitlines()[-1:])
         ray.get([e.stop.remote() for e in self.engines], timeout=60)
         for actor in (*self.engines, *self.trainers):
             ray.kill(actor)

@@ -22,6 +22,8 @@ PROJECT_ROOT = Path(__file__).resolve().parent.parent
 SHARED_VARIABLE = "GRPO_SHARED_SERVER"  # file with the address of the SGLang server that a series shares
 RUNS_VARIABLE = "GRPO_RUNS"  # another place for results than <project>/runs
 KV_SAVER_VARIABLE = "GRPO_KV_SAVER"  # "1": helpers/sglang_saver.py hooks this server
+ADDRESS_VARIABLE = "RAY_ADDRESS"  # Ray's own: the cluster that a run goes to; unset: a head of its own
+CLUSTER_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's own: "0" keeps it on loopback
 DEVICE_VARIABLE = "GRPO_DEVICE"  # what a process was told to run on: "cpu" or "cuda"; never guessed
 
 
@@ -183,9 +185,13 @@ class RolloutSettings:
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """Ray, started on this machine only and bound to loopback."""
+    """Ray, started on this machine only and bound to loopback; or the cluster that RAY_ADDRESS names (environment/clusters.md).
+
+    num_cpus, object_store_mib and dashboard are those of a head of our own.
+    """
 
     num_cpus: int = 2
+    strategy: str = "PACK"  # Ray's placement of the bundles: PACK | SPREAD | STRICT_PACK | STRICT_SPREAD
     object_store_mib: int = 80
     call_timeout: float = 900.0  # seconds that all trainer ranks may take for one call, an update or a checkpoint
     dashboard: bool = True
@@ -239,6 +245,8 @@ class Profile:
         if role not in ("kernel", "trainer", "server"):
             raise ValueError(f"unknown process role {role!r}: use kernel, trainer or server")
         env = {DEVICE_VARIABLE: self.device, **_COMMON_ENVIRONMENT}
+        if os.environ.get(ADDRESS_VARIABLE):
+            env[CLUSTER_SWITCH] = "1"
         if role == "server":
             env |= _SERVER_ENVIRONMENT
             if self.rollout.memory_saver:
@@ -257,7 +265,7 @@ _COMMON_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray must not hide GPUs by itself (verl 589, NeMo-RL 2252)
     # Ray replaces a loopback address by this machine's outward one, at which our head does not listen. Ray's switch for
     # systems without clusters keeps it: everything stays on loopback (ray 2.60, _private/services.py get_node_ip_address)
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    CLUSTER_SWITCH: "0",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     # a raylet ends itself when its agents, Python processes, have not registered within 30 s: on a busy machine they have not
     "RAY_agent_register_timeout_ms": "300000",
@@ -442,10 +450,11 @@ _AT_LEAST = {
     "warm_start.learning_rate": 0, "rollout.engines": 1, "rollout.max_running_requests": 1, "rollout.max_total_tokens": 1,
     "rollout.start_timeout": 0, "rollout.request_timeout": 0, "cluster.num_cpus": 1, "cluster.object_store_mib": 1,
 }  # fmt: skip
+STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")  # of a placement group: Ray's names
 LONGEST_TEXT = 4096  # characters: of a path
 # what a server of ours must not be told: to listen elsewhere than on loopback, to run a checkpoint's own code, or a secret in
 # the process list. Also their beginnings from four characters, which argparse takes for the whole
-_NO_SERVER_ARGUMENTS = ("--host", "--trust-remote-code", "--api-key", "--admin-api-key")
+_NO_SERVER_ARGUMENTS = ("--host", "--trust-remote-code", "--api-key", "--admin-api-key", "--config")
 
 
 def _out_of_range(p: Profile) -> Iterator[str]:
@@ -500,6 +509,8 @@ def _check(p: Profile) -> None:
         problems.append(
             f"{p.model.num_hidden_layers} layers do not divide by pipeline_parallel = {t.pipeline_parallel}"
         )
+    if p.cluster.strategy not in STRATEGIES:
+        problems.append(f"cluster.strategy = {p.cluster.strategy!r:.80}; it can be {', '.join(STRATEGIES)}")
     if p.rollout.kv_saver not in ("hook", "plain", "stock"):
         problems.append(f"rollout.kv_saver = {p.rollout.kv_saver!r}; it can be hook, plain or stock")
     if p.rollout.saver_graphs and p.rollout.kv_saver != "hook":

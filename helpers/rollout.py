@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ import requests
 from helpers.anatomy import tensor_shapes
 from helpers.checkpoints import require_checkpoint, rollout_checkpoint
 from helpers.harmony import encode, load_tokenizer, stop_token_ids
+from helpers.nodes import LOOPBACK, is_loopback
 from helpers.processes import alive
 from helpers.profiles import SHARED_VARIABLE, Profile
 from helpers.records import Episode
@@ -86,17 +88,17 @@ def free_port() -> int:
     for _ in range(200):
         port = random.SystemRandom().randrange(min(20_000, first - 1000), first)
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
+            if probe.connect_ex((LOOPBACK, port)) != 0:
                 return port
     raise RolloutError("no free TCP port found below the ephemeral range; end what listens on this machine")
 
 
-def server_command(settings: Profile, checkpoint: Path, port: int) -> list[str]:
+def server_command(settings: Profile, checkpoint: Path, port: int, host: str = LOOPBACK) -> list[str]:
     """SGLang's command line for this profile."""
     r, m = settings.rollout, settings.model
     command = [
         sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--model-path", str(checkpoint),
-        "--host", "127.0.0.1", "--port", str(port), "--nccl-port", str(free_port()), "--dtype", m.dtype,
+        "--host", host, "--port", str(port), "--nccl-port", str(free_port()), "--dtype", m.dtype,
         "--weight-version", "initial",
         "--random-seed", str(settings.seed), "--log-level", "warning", "--skip-server-warmup", "--skip-tokenizer-init",
         "--max-running-requests", str(r.max_running_requests),
@@ -129,13 +131,15 @@ def returns_experts(settings: Profile) -> bool:
 
 
 class SGLangClient:
-    """HTTP requests to one SGLang server. timeout: seconds a request may take."""
+    """HTTP requests to one SGLang server. timeout: seconds a request may take. key: of a server that asks for one."""
 
-    def __init__(self, url: str, timeout: float, log: Path | str = ""):
+    def __init__(self, url: str, timeout: float, log: Path | str = "", key: str = ""):
         self.url, self.timeout, self.log = url, timeout, Path(log)
         self._served: ServedModel | None = None
         self.http = requests.Session()
         self.http.trust_env = False  # a proxy from the environment must not see loopback requests
+        if key:
+            self.http.headers["Authorization"] = f"Bearer {key}"
 
     def healthy(self) -> bool:
         try:
@@ -216,13 +220,27 @@ class RolloutServer(SGLangClient):
     start() launches and wait() blocks until it answers, so that imports can overlap with other work in between.
     The checkpoint is checked first (CheckpointError), and a plain copy is served where it is in MXFP4, since SGLang takes no
     expert updates into that (helpers.checkpoints.rollout_checkpoint).
+    host: the address to listen at. Where other machines reach it, key is required: a weight update is code for whoever may
+    send one (SGLang unpickles it). It goes to the server in a file of this user's alone, never on the command line.
     """
 
-    def __init__(self, settings: Profile, checkpoint: Path | str, log_file: Path | str | None = None):
-        self.settings = settings
+    def __init__(
+        self,
+        settings: Profile,
+        checkpoint: Path | str,
+        log_file: Path | str | None = None,
+        host: str = LOOPBACK,
+        key: str = "",
+    ):
+        if not is_loopback(host) and not key:
+            raise RolloutError(
+                f"a server that listens at {host}, where other machines reach it, needs a key: anyone who may update its "
+                "weights can run code there; give RolloutServer(..., key=secrets.token_hex(32))"
+            )
+        self.settings, self.host, self._key = settings, host, key
         self.checkpoint = rollout_checkpoint(settings, require_checkpoint(Path(checkpoint)))
         log_file = log_file or settings.runs / "logs" / f"sglang-{os.getpid()}-{time.time_ns() % 10**9}.log"
-        super().__init__("", settings.rollout.request_timeout, log_file)
+        super().__init__("", settings.rollout.request_timeout, log_file, key)
         self.tokenizer = load_tokenizer(self.checkpoint)
         self.shape = model_shape(self.checkpoint)
         self.process: subprocess.Popen | None = None
@@ -240,13 +258,17 @@ class RolloutServer(SGLangClient):
         """Launch the server; returns at once."""
         port = free_port()
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://{self.host}:{port}"
         environment = {**os.environ, **self.settings.process_environment("server")}
         # SGLang's imports take twice as long without .pyc files
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        command, removed = server_command(self.settings, self.checkpoint, port, self.host), []
+        if self._key:
+            secret = _secret_file(self._key)
+            command, removed = [*command, "--config", str(secret)], ["--remove", str(secret.parent)]
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-S", str(LAUNCHER), *server_command(self.settings, self.checkpoint, port)],
+                [sys.executable, "-S", str(LAUNCHER), *removed, *command],
                 stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=environment,
             )  # fmt: skip
         self._started, self.pid = time.monotonic(), self.process.pid
@@ -378,6 +400,14 @@ class RolloutServer(SGLangClient):
         server.url, server.pid, server._started = address.url, address.pid, time.monotonic()
         server.shape = address.shape
         return server
+
+
+def _secret_file(key: str) -> Path:
+    """SGLang's --config with the key, in a folder that only this user may enter; the launcher removes it with the server."""
+    folder = Path(tempfile.mkdtemp(prefix="grpo-key-"))
+    path = folder / "server.yaml"
+    path.write_text(f"api-key: {key}\n")
+    return path
 
 
 def open_server(settings: Profile, checkpoint: Path | str) -> RolloutServer:

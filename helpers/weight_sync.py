@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from helpers.nodes import LOOPBACK
 from helpers.rollout import RolloutError, RolloutServer, SGLangClient, flush_cache, free_port
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class SyncGroup:
 
     `with SyncGroup(servers, "nccl") as group: sync_weights(trainer, servers, version, group=group)`; open it once a run.
     backend: nccl between GPUs; gloo on CPUs, and on one GPU, since NCCL refuses two ranks on the same card. Servers of one
-    rank each (tp_size 1). Source: sglang's /init_weights_update_group and /update_weights_from_distributed.
+    rank each (tp_size 1). address: of this machine, as the servers reach it. Source: sglang's /init_weights_update_group and /update_weights_from_distributed.
     """
 
     def __init__(
@@ -152,9 +153,11 @@ class SyncGroup:
         backend: str,
         name: str = "weights",
         timeout: float = 60.0,
+        address: str = LOOPBACK,
     ):
         self.servers = servers if isinstance(servers, list) else [servers]
         self.backend, self.name, self.timeout, self.group = backend, name, timeout, None
+        self.address = address
 
     def __enter__(self) -> SyncGroup:
         self._require_free_name()  # before a server starts to wait for us
@@ -162,14 +165,14 @@ class SyncGroup:
         pool = ThreadPoolExecutor(len(self.servers))  # no `with`: a server that waits for others must not hold us
         joining = [
             pool.submit(
-                server.post, "/init_weights_update_group", master_address="127.0.0.1", master_port=port,
+                server.post, "/init_weights_update_group", master_address=self.address, master_port=port,
                 rank_offset=rank, world_size=world, group_name=self.name, backend=self.backend,
             )
             for rank, server in enumerate(self.servers, start=1)
         ]  # fmt: skip
         pool.shutdown(wait=False)
         try:
-            self.group = _join_group(self.backend, port, world, self.name, self.timeout)
+            self.group = _join_group(self.backend, self.address, port, world, self.name, self.timeout)
             for reply in joining:
                 _require_success(reply.result(self.timeout))
         except BaseException as error:
@@ -246,7 +249,7 @@ def _raise_first_refusal(replies: list[Future], error: BaseException) -> None:
             _require_success(reply.result())
 
 
-def _join_group(backend: str, port: int, world: int, name: str, timeout: float):
+def _join_group(backend: str, address: str, port: int, world: int, name: str, timeout: float):
     """Rank 0 of a process group beside the default one, whose other ranks are in other programs.
 
     torch has no public call for that; this is the sequence that SGLang's servers go through at the same time
@@ -255,7 +258,7 @@ def _join_group(backend: str, port: int, world: int, name: str, timeout: float):
     from torch.distributed import distributed_c10d as c10d
 
     limit = timedelta(seconds=timeout)
-    store, rank, world = next(c10d.rendezvous(f"tcp://127.0.0.1:{port}", 0, world, timeout=limit))
+    store, rank, world = next(c10d.rendezvous(f"tcp://{address}:{port}", 0, world, timeout=limit))
     store.set_timeout(limit)
     group, _ = c10d._new_process_group_helper(
         world, rank, [], c10d.Backend(backend), c10d.PrefixStore(name, store), group_name=name, timeout=limit
