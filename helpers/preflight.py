@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from helpers.anatomy import te_window
-from helpers.profiles import PROJECT_ROOT, Profile
+from helpers.profiles import ADDRESS_VARIABLE, PROJECT_ROOT, Profile
 
 PINNED = ("torch", "transformers", "sglang", "megatron-core", "megatron-bridge", "ray", "transformer-engine")
 _NEEDED_GIB = {  # memory, disk
@@ -103,8 +103,12 @@ def fitting_profile(gpus: list[str] | None = None) -> str:
 
 
 def machine_checks(settings: Profile) -> list[Check]:
-    """The readiness table for this profile: Python, plugin, memory, disk, shared memory, GPUs."""
-    memory, disk = _NEEDED_GIB[settings.name]
+    """The readiness table for this profile: Python, plugin, memory, disk, shared memory, GPUs.
+
+    With RAY_ADDRESS this machine has to be fit for the driver only.
+    """
+    attached = bool(os.environ.get(ADDRESS_VARIABLE))  # the engines are on the cluster's nodes; Ray counts their cards
+    memory, disk = _NEEDED_GIB["cpu" if attached else settings.name]
     free_memory, gpus = memory_gib(), gpu_names()
     settings.runs.mkdir(parents=True, exist_ok=True)
     free_disk = shutil.disk_usage(settings.runs).free / 2**30
@@ -141,7 +145,8 @@ def machine_checks(settings: Profile) -> list[Check]:
     if settings.device == "cuda":
         wanted = max(settings.trainer.ranks, settings.rollout.engines)  # colocated, one card each
         advice = f"profile {settings.name} needs {wanted} GPU(s); this machine fits profile {fitting_profile(gpus)}"
-        checks.append(Check("GPUs", ", ".join(gpus) or "none", len(gpus) >= wanted, advice))
+        enough = attached or len(gpus) >= wanted
+        checks.append(Check("GPUs", ", ".join(gpus) or "none", enough, advice))
         segments = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
         clean = "expandable_segments:True" not in segments
         checks.append(

@@ -33,7 +33,7 @@ TEXT
 refuse() { printf 'node.sh: %s\n' "$*" >&2; exit 2; }
 
 # value OPTION VALUE: the value of an option that needs one.
-value() { [ -n "${2:-}" ] || refuse "$1 needs a value; --help names the options"; printf '%s' "$2"; }
+value() { [ -n "${2:-}" ] && [ "${2#-}" = "$2" ] || refuse "$1 needs a value; --help names the options"; printf '%s' "$2"; }
 
 role=${1:-}
 case $role in
@@ -127,6 +127,7 @@ if [ -z "$temp" ]; then
 fi
 ray_start "$temp"
 # the launcher ends all that Ray started when its end of this pipe closes: also when this script is killed
+# shellcheck disable=SC2034  # the trap closes it
 exec {lifeline}> >(exec "$python" -S helpers/launcher.py ${remove[@]+"${remove[@]}"} "${command[@]}")
 launcher=$!
 trap 'exec {lifeline}>&-; trap "" INT TERM HUP; wait "$launcher"; exit 143' INT TERM HUP
