@@ -91,10 +91,10 @@ class RayHead:
 
     def connect(self, timeout: float = 120.0) -> RayHead:
         """Wait until Ray takes connections and make this process its driver. Raises ClusterError."""
-        import ray
-
         if self.attached:
             return self._attach()
+        import ray
+
         port, deadline = int(self.address.rsplit(":", 1)[1]), time.monotonic() + timeout
         while not _listens(port):
             self._check_alive(deadline)
@@ -115,19 +115,28 @@ class RayHead:
 
     def _attach(self) -> RayHead:
         """Make this process a driver of the named cluster; it has to be on one of its nodes."""
+        host, _, port = self.address.rpartition(":")
+        if port.isdigit():  # Ray itself would try for minutes
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+            except (OSError, OverflowError) as error:
+                raise self._not_ours(error) from error
         import ray
 
         try:
             context = ray.init(address=self.address, log_to_driver=False, logging_level="error")
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            reason = " ".join(str(error).split())[:400]
-            raise ClusterError(
-                f"no Ray cluster of ours at {ADDRESS_VARIABLE}={self.address}: {reason}. Run on one of its nodes (or send the "
-                f"run there: ray job submit) with its RAY_AUTH_TOKEN, or unset {ADDRESS_VARIABLE} to start a head here"
-            ) from error
+            raise self._not_ours(error) from error
         self.dashboard = f"http://{context.dashboard_url}" if context.dashboard_url else ""
         log.info("attached to the Ray cluster at %s: %s", self.address, sorted(node_addresses().values()))
         return self
+
+    def _not_ours(self, error: Exception) -> ClusterError:
+        reason = " ".join(str(error).split())[:400]
+        return ClusterError(
+            f"no Ray cluster of ours at {ADDRESS_VARIABLE}={self.address}: {reason}. Run on one of its nodes (or send the run "
+            f"there: ray job submit) with its RAY_AUTH_TOKEN, or unset {ADDRESS_VARIABLE} to start a head here"
+        )
 
     def _check_alive(self, deadline: float) -> None:
         """Raise ClusterError with Ray's own words when its start has ended or takes too long."""

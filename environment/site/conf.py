@@ -36,7 +36,7 @@ CONTENTS = {
         "notebooks/symptoms", "notebooks/glossary", "notebooks/cards/README", "tests/integration/README",
     ],
     "Set up and teach": [
-        "environment/README", "environment/versions", "notebooks/teaching", "tests/gpu/README",
+        "environment/README", "environment/clusters", "environment/versions", "notebooks/teaching", "tests/gpu/README",
     ],
 }  # fmt: skip
 CARDS = sorted(

@@ -2,6 +2,7 @@
 
 import doctest
 import socket
+import time
 
 import pytest
 
@@ -136,6 +137,14 @@ def test_with_an_address_nothing_is_launched(monkeypatch):
     monkeypatch.setattr("helpers.cluster.subprocess.Popen", lambda *_, **__: pytest.fail("started a process"))
     head = RayHead(load_profile("cpu")).start()
     assert head.attached and head.address == "10.0.0.1:6379"
+
+
+def test_a_cluster_that_is_not_there_is_named_at_once(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    head, start = RayHead(load_profile("cpu")).start(), time.monotonic()
+    with pytest.raises(ClusterError, match="RAY_ADDRESS=127.0.0.1:9: .*refused.* unset RAY_ADDRESS"):
+        head.connect()
+    assert time.monotonic() - start < 11
 
 
 def test_a_run_on_a_cluster_does_not_keep_ray_on_loopback(monkeypatch):
