@@ -164,10 +164,10 @@ class RayHead:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _listens(port: int) -> bool:
+def _listens(port: int, host: str = LOOPBACK) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1)
-        return probe.connect_ex((LOOPBACK, port)) == 0
+        return probe.connect_ex((host, port)) == 0
 
 
 def _named_cluster() -> str:
@@ -281,18 +281,23 @@ class TrainerActor:
 
     def sync(self, clients: Clients, version: str) -> SyncReport:
         servers = clients.open()
-        if clients.group and not self.rank and self.group is None:
-            import ray
-
-            address = ray.util.get_node_ip_address()
-            self.group = SyncGroup(servers, clients.group, address=address).__enter__()
+        if clients.group and not self.rank:
+            self._join(servers, clients.group)
         return sync_weights(self.trainer, servers, version, group=self.group)
 
+    def _join(self, servers: list[SGLangClient], backend: str) -> None:
+        """One group for as long as the servers stay the same."""
+        import ray
+
+        if self.group is None or [s.url for s in self.group.servers] != [s.url for s in servers]:
+            self.leave_group()
+            self.group = SyncGroup(servers, backend, address=ray.util.get_node_ip_address()).__enter__()
+
     def leave_group(self) -> None:
-        """Before the servers stop: leave the group that weights went through, where there is one."""
+        """Before the servers stop, or others take their place: leave the group that weights went through, if any."""
         group, self.group = self.group, None
         if group is not None:
-            group.__exit__(None, None, None)
+            group.close()
 
     def save(self, folder: str, data: dict | None = None, wait: bool = True) -> str:
         return str(self.trainer.save(folder, data, wait))
@@ -312,7 +317,11 @@ def _card() -> str:
     """UUID of this process's current GPU, "" where torch sees none."""
     import torch
 
-    return str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else ""
+    return (
+        str(torch.cuda.get_device_properties(0).uuid).removeprefix("GPU-")
+        if torch.cuda.is_available()
+        else ""
+    )
 
 
 def check_ranks(ranks: Sequence[dict], device: str) -> None:
@@ -332,6 +341,12 @@ def check_ranks(ranks: Sequence[dict], device: str) -> None:
         raise ClusterError(
             f"{len(ranks)} trainer ranks do not have a GPU each: {cards}; unset CUDA_VISIBLE_DEVICES in the actors' environment "
             "and let Ray assign one card a rank"
+        )
+    moved = {r["rank"]: r["card"] for r in ranks if r.get("cards") and r["card"] not in r["cards"]}
+    if moved:
+        raise ClusterError(
+            f"CUDA gave ranks another card than the one that CUDA_VISIBLE_DEVICES names (rank: UUID): {moved}; it counts the "
+            "fastest first. Set CUDA_DEVICE_ORDER=PCI_BUS_ID where Ray starts"
         )
     if len({(r.get("node"), r["pid"]) for r in ranks}) < len(ranks):
         raise ClusterError(f"{len(ranks)} trainer ranks share a process: {[r['pid'] for r in ranks]}")
@@ -375,6 +390,16 @@ def check_engines(engines: Sequence[dict], device: str) -> None:
             f"{len(engines)} engines do not have GPUs of their own (UUIDs): {[list(e['cards']) for e in engines]}; unset "
             "CUDA_VISIBLE_DEVICES where Ray starts and let it assign the cards"
         )
+
+
+def sync_backend(device: str, rank: dict, engines: Sequence[dict]) -> str:
+    """Backend of the group that weights go through, "" where they go without: as CUDA IPC handles, or by value on a CPU.
+
+    rank: describe() of trainer rank 0, which sends. A handle is of use on the card that it was made on, and cards are told
+    apart by UUID: their numbers are those that each process was left with.
+    """
+    shares = any(e["node"] == rank["node"] and rank["card"] in e["cards"] for e in engines)
+    return "nccl" if device == "cuda" and not shares else ""
 
 
 class RolloutActor:
@@ -430,6 +455,7 @@ class GrpoCluster:
     def __init__(self, settings: Profile, checkpoint: Path | str):
         self.settings, self.checkpoint = settings, str(Path(checkpoint).resolve())
         self.trainers, self.engines, self.group = [], [], None
+        self.spread, self.clients, self.places = False, Clients((), 0.0), []
 
     def start(self, patience: float = 60.0) -> GrpoCluster:
         """Reserve the bundles (see _bundles) and start the actors. Raises ClusterError when the bundles do not fit."""
@@ -493,13 +519,12 @@ class GrpoCluster:
         import ray
 
         urls = tuple(ray.get([e.wait.remote() for e in self.engines], timeout=timeout))
-        # between machines there are no CUDA IPC handles
-        group = "nccl" if self.spread and self.settings.device == "cuda" else ""
-        self.clients = Clients(urls, self.settings.rollout.request_timeout, self._key, group)
         ranks = ray.get(self._built, timeout=timeout)
         check_ranks(ranks, self.settings.device)
         self.places = ray.get([e.describe.remote() for e in self.engines], timeout=timeout)
         check_engines(self.places, self.settings.device)
+        group = sync_backend(self.settings.device, ranks[0], self.places)
+        self.clients = Clients(urls, self.settings.rollout.request_timeout, self._key, group)
         return ranks
 
     # --- the calls of one step ----------------------------------------------------------------------------------------
@@ -608,10 +633,11 @@ class GrpoCluster:
             self.finish_saves()
         except Exception as error:  # the ranks may be what has failed
             log.warning("a checkpoint may be unfinished: %s", str(error).splitlines()[-1:])
-        try:
-            ray.get([t.leave_group.remote() for t in self.trainers[:1]], timeout=60)
-        except Exception as error:
-            log.warning("the group for weights was not left: %s", str(error).splitlines()[-1:])
+        if self.spread or self.clients.group:
+            try:
+                ray.get(self.trainers[0].leave_group.remote(), timeout=60)
+            except Exception as error:
+                log.warning("the group for weights was not left: %s", str(error).splitlines()[-1:])
         ray.get([e.stop.remote() for e in self.engines], timeout=60)
         for actor in (*self.engines, *self.trainers):
             ray.kill(actor)

@@ -191,6 +191,10 @@ class SyncGroup:
     def __exit__(self, *exc) -> None:
         self._leave(self.servers, quietly=exc[0] is not None)
 
+    def close(self) -> None:
+        """Leave the group; servers that are gone, or do not know it any more, are passed over."""
+        self._leave(self.servers, quietly=True)
+
     def _leave(self, servers: list[SGLangClient], quietly: bool) -> None:
         """Destroy the group here and, as far as they answer, at the servers. quietly: another error is on its way."""
         import torch.distributed as dist

@@ -25,7 +25,7 @@ RECORDED = Path(__file__).parent / "recorded" / "cluster_series.csv"
 
 
 def main() -> int:
-    runs = Path(tempfile.mkdtemp(prefix="grpo-cluster-series-"))
+    commit = git_commit()  (prefix="grpo-cluster-series-"))
     with cluster(runs, nodes=2) as made:
         start = time.perf_counter()
         done = made.submit(

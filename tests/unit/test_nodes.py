@@ -7,7 +7,15 @@ import time
 import pytest
 
 from helpers import nodes
-from helpers.cluster import Clients, ClusterError, RayHead, check_engines, check_network, check_ranks
+from helpers.cluster import (
+    Clients,
+    ClusterError,
+    RayHead,
+    check_engines,
+    check_network,
+    check_ranks,
+    sync_backend,
+)
 from helpers.nodes import NodeError
 from helpers.preflight import machine_checks
 from helpers.profiles import load_profile
@@ -107,6 +115,14 @@ def test_ranks_that_cannot_meet_are_refused(changes, message):
     check_network([ranks()[0], ranks(**changes)[1] | {"node": "n0"}])  # on one machine none of it matters
 
 
+def test_a_rank_on_another_card_than_it_was_given_is_refused():
+    """CUDA and nvidia-smi may count a host's unequal cards in different orders."""
+    on_cards = [r | {"device": "cuda", "card": c, "cards": (c,)} for r, c in zip(ranks(), "ab", strict=True)]
+    check_ranks(on_cards, "cuda")
+    with pytest.raises(ClusterError, match="{1: 'b'}.*CUDA_DEVICE_ORDER=PCI_BUS_ID"):
+        check_ranks([on_cards[0], on_cards[1] | {"cards": ("c",)}], "cuda")
+
+
 @pytest.mark.parametrize(
     ("engines", "message"),
     [
@@ -122,6 +138,20 @@ def test_engines_without_cards_of_their_own_are_refused(engines, message):
     check_engines([{"device": "cuda", "cards": ("a",)}, {"device": "cuda", "cards": ("b", "c")}], "cuda")
     with pytest.raises(ClusterError, match=message):
         check_engines(engines, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "engine", "backend"),
+    [
+        ("cpu", {"node": "n1", "cards": ()}, ""),
+        ("cuda", {"node": "n0", "cards": ("a",)}, ""),  # on the trainer's card: handles
+        ("cuda", {"node": "n0", "cards": ("b",)}, "nccl"),  # on another card of its host
+        ("cuda", {"node": "n1", "cards": ("c",)}, "nccl"),
+    ],
+)
+def test_weights_go_as_handles_on_one_card_only(device, engine, backend):
+    rank = {"node": "n0", "card": "a" if device == "cuda" else ""}
+    assert sync_backend(device, rank, [engine]) == backend
 
 
 # --- a cluster that is there ------------------------------------------------------------------------------------------
