@@ -1,9 +1,9 @@
-"""Which machine a process is on: its address, the network interface that has it, and the cards that it may use.
+"""Which machine a process is on: its address, the interface that has it, and the cards it may use.
 
 Reads the system and the environment; standard library only.
 
-    python -m helpers.nodes environment --profile cpu          # what `ray start` needs on every node, as shell lines
-    python -m helpers.nodes wait --dashboard URL --nodes 2     # until so many nodes of a cluster are there
+    python -m helpers.nodes environment --profile cpu       # what `ray start` needs, as shell lines
+    python -m helpers.nodes wait --dashboard URL --nodes 2  # until so many nodes of a cluster are there
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def addresses() -> dict[str, str]:
 
 
 def interface_of(address: str) -> str:
-    """The interface that has this IPv4 address; all of 127.0.0.0/8 is the loopback's. Raises NodeError where none has it."""
+    """The interface that has this IPv4 address; all of 127.0.0.0/8 is the loopback's.
+
+    Raises NodeError where none has it.
+    """
     here = addresses()
     for name, other in here.items():
         if other == address or (is_loopback(address) and is_loopback(other)):
@@ -85,7 +88,7 @@ def listening_socket(address: str) -> socket.socket:
 
 
 def choose_interface(address: str) -> str:
-    """Tell gloo and NCCL, which read it when a group is made, to meet other nodes at this address; returns the interface.
+    """Tell gloo and NCCL to meet other nodes at this address; returns the interface. Before a group is made.
 
     What the node's own environment says stays: a cluster with a network for this purpose names it there.
     """
@@ -95,12 +98,12 @@ def choose_interface(address: str) -> str:
     return found
 
 
-# --- cards ------------------------------------------------------------------------------------------------------------
+# --- cards --------------------------------------------------------------------------------------------------
 def visible_cards(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """UUIDs of the GPUs that a process with this environment sees, in its order; () where there is none.
 
-    By nvidia-smi and CUDA_VISIBLE_DEVICES, so that nobody makes a CUDA context to find out. Raises NodeError for a device that
-    the machine does not have.
+    By nvidia-smi and CUDA_VISIBLE_DEVICES, so that nobody makes a CUDA context to find out. Raises NodeError
+    for a device that the machine does not have.
     """
     if shutil.which("nvidia-smi") is None:
         return ()
@@ -113,10 +116,12 @@ def visible_cards(environment: Mapping[str, str] = os.environ) -> tuple[str, ...
 
 
 def seen_cards(cards: Sequence[str], visible: str | None) -> tuple[str, ...]:
-    """Those of a machine's cards (UUIDs in the order of nvidia-smi) that CUDA_VISIBLE_DEVICES names, by number or UUID.
+    """Those of a machine's cards that CUDA_VISIBLE_DEVICES names, by number or UUID.
 
-    >>> seen_cards(["aa", "bb"], None), seen_cards(["aa", "bb"], "1"), seen_cards(["aa", "bb"], "GPU-bb,0"), seen_cards(["aa"], "")
-    (('aa', 'bb'), ('bb',), ('bb', 'aa'), ())
+    cards: UUIDs in the order of nvidia-smi.
+
+    >>> [seen_cards(["aa", "bb"], visible) for visible in (None, "1", "GPU-bb,0", "")]
+    [('aa', 'bb'), ('bb',), ('bb', 'aa'), ()]
     """
     if visible is None:
         return tuple(cards)
@@ -133,19 +138,21 @@ def seen_cards(cards: Sequence[str], visible: str | None) -> tuple[str, ...]:
     return tuple(found)
 
 
-# --- what a node's `ray start` needs ----------------------------------------------------------------------------------
+# --- what a node's `ray start` needs ------------------------------------------------------------------------
 def node_environment(settings: Profile) -> dict[str, str]:
     """Environment of `ray start` on each node: the kernel's, less what belongs to a run on one machine.
 
-    Actors get theirs from the driver; this is what Ray's own processes and the drivers of submitted jobs inherit.
+    Actors get theirs from the driver; this is what Ray's own processes and the drivers of submitted jobs
+    inherit.
     """
     told = settings.process_environment("kernel") | {CLUSTER_SWITCH: "1"}
     return {name: value for name, value in told.items() if name not in INTERFACES}
 
 
 def alive_nodes(dashboard: str, timeout: float = 10.0) -> int:
-    """How many nodes of a cluster live, by its dashboard. Raises OSError where it does not answer, NodeError where it refuses.
+    """How many nodes of a cluster live, by its dashboard.
 
+    Raises OSError where it does not answer, NodeError where it refuses.
     Source: Ray's state API, /api/v0/nodes.
     """
     query = urllib.parse.urlencode(
@@ -169,13 +176,16 @@ def alive_nodes(dashboard: str, timeout: float = 10.0) -> int:
 
 
 def ray_token() -> str:
-    """The token of this process's Ray, from RAY_AUTH_TOKEN or the file that RAY_AUTH_TOKEN_PATH names; "" without one."""
+    """The token of RAY_AUTH_TOKEN, or of the file that RAY_AUTH_TOKEN_PATH names; "" without one."""
     path = os.environ.get("RAY_AUTH_TOKEN_PATH", "")
     return os.environ.get("RAY_AUTH_TOKEN", "") or (Path(path).read_text().strip() if path else "")
 
 
 def wait_for_nodes(dashboard: str, count: int, seconds: float) -> None:
-    """Until `count` nodes of the cluster live. Raises NodeError when they do not within `seconds`, or the token is wrong."""
+    """Until `count` nodes of the cluster live.
+
+    Raises NodeError when they do not within `seconds`, or the token is wrong.
+    """
     deadline, found = time.monotonic() + seconds, "no answer"
     while time.monotonic() < deadline:
         try:

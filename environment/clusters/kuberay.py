@@ -1,10 +1,11 @@
-"""Reads a RayJob manifest without a cluster, holds it to KubeRay's schema, and prints what each pod would run.
+"""Holds a RayJob manifest to KubeRay's schema, without a cluster, and prints what each pod would run.
 
-    python environment/clusters/kuberay.py [MANIFEST]              # a dry run: exit code 1 with a line for each fault
-    python environment/clusters/kuberay.py --take CRD.yaml v1.7.0  # renew kuberay_schema.json from KubeRay's own file
+    python environment/clusters/kuberay.py [MANIFEST]              # exit code 1, and a line for each fault
+    python environment/clusters/kuberay.py --take CRD.yaml v1.7.0  # renew kuberay_schema.json
 
-kuberay_schema.json is the part of config/crd/bases/ray.io_rayjobs.yaml that the manifest touches: every field's name and
-type wherever the manifest has an object, so that a misspelt field is found, which Kubernetes would drop or refuse.
+kuberay_schema.json is the part of config/crd/bases/ray.io_rayjobs.yaml that the manifest touches: every
+field's name and type wherever the manifest has an object, so that a misspelt field is found, which Kubernetes
+would drop or refuse.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def ray_job(path: Path) -> dict:
     return found[0]
 
 
-# --- the schema -------------------------------------------------------------------------------------------------------
+# --- the schema ---------------------------------------------------------------------------------------------
 def pruned(schema: dict, example) -> dict:
     """`schema` as JSON Schema, without what lies below fields that the example leaves out."""
     kept = {
@@ -96,7 +97,7 @@ def take(crd: Path, version: str) -> None:
     SCHEMA.write_text(json.dumps(text, indent=1) + "\n")
 
 
-# --- the check --------------------------------------------------------------------------------------------------------
+# --- the check ----------------------------------------------------------------------------------------------
 def faults(path: Path) -> Iterator[str]:
     """What is wrong with the manifest, a line each."""
     job = ray_job(path)

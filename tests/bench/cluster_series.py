@@ -1,10 +1,11 @@
-"""The whole CPU series as one submitted job, on a Ray cluster of two nodes that are processes of this machine.
+"""The whole CPU series as one submitted job, on a Ray cluster of two nodes on this machine.
 
     python tests/bench/cluster_series.py
 
-Writes recorded/cluster_series.csv: each notebook's seconds there, as its job's log and series.json say them, and what the
-expectations say of its figures. Each node has one CPU for Ray, so notebook 06 has its trainer on one node and its engine on
-the other; the other notebooks' engines are on the driver's machine. 15 minutes on two cores that do nothing else.
+Writes recorded/cluster_series.csv: each notebook's seconds there, as its job's log and series.json say them,
+and what the expectations say of its figures. Each node has one CPU for Ray, so notebook 06 has its trainer on
+one node and its engine on the other; the other notebooks' engines are on the driver's machine. 15 minutes on
+two cores that do nothing else.
 """
 
 import csv
@@ -25,7 +26,8 @@ RECORDED = Path(__file__).parent / "recorded" / "cluster_series.csv"
 
 
 def main() -> int:
-    commit = git_commit()  (prefix="grpo-cluster-series-"))
+    commit = git_commit()  # what runs; the tree may change meanwhile
+    runs = Path(tempfile.mkdtemp(prefix="grpo-cluster-series-"))
     with cluster(runs, nodes=2) as made:
         start = time.perf_counter()
         done = made.submit(
@@ -41,7 +43,7 @@ def main() -> int:
     machine = hardware()
     with RECORDED.open("w", newline="") as file:
         file.write(
-            f"# {time.strftime('%Y-%m-%d')}, commit {git_commit()}, {machine['cpu']}, {machine['cores']} cores; job's exit code "
+            f"# {time.strftime('%Y-%m-%d')}, commit {commit}, {machine['cpu']}, {machine['cores']} cores; job's exit code "
             f"{done.returncode}, {seconds:.0f} s from submit to end, {len(faults)} figures outside their expectation, "
             f"{len(made.left)} processes left\n"
         )

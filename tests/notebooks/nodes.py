@@ -1,7 +1,7 @@
-"""A Ray cluster whose nodes are processes of this machine, at loopback addresses of their own, as the tests start it.
+"""A Ray cluster whose nodes are processes of this machine, at loopback addresses of their own.
 
-Each node is environment/clusters/node.sh, as on a host of its own. `python tests/notebooks/nodes.py OUT CHECKPOINT` is what
-test_two_nodes.py submits to it as a job: the loop with two trainer ranks and an engine on three nodes.
+Each node is environment/clusters/node.sh, as on a host of its own. As a command (OUT CHECKPOINT) this is what
+test_two_nodes.py submits as a job: the loop with two trainer ranks and an engine on three nodes.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Cluster:
         return [pid for pid in process_tree([n.pid for n in self.nodes if n.poll() is None])]
 
     def stop(self) -> list[int]:
-        """End the nodes, workers first, one of them without a warning; returns what is left of their processes."""
+        """End the nodes, workers first, one by SIGKILL; returns what is left of their processes."""
         started = self.processes()
         for number, node in reversed(list(enumerate(self.nodes))):
             node.send_signal(signal.SIGKILL if number == 1 else signal.SIGTERM)
@@ -114,7 +114,7 @@ def cluster(logs: Path, nodes: int):
         made.left = made.stop()
 
 
-# --- the job ----------------------------------------------------------------------------------------------------------
+# --- the job ------------------------------------------------------------------------------------------------
 def largest_gap(group, batch) -> float:
     return float(((group.logprobs(batch) - batch.rollout_logprobs) * batch.loss_mask).abs().max())
 

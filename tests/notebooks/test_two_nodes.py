@@ -48,7 +48,7 @@ def cluster(runs):
 
 @pytest.fixture(scope="module")
 def train(cluster, runs):
-    """Notebook 06 as a job: trainer rank and engine on different nodes, since each node has one CPU for Ray."""
+    """Notebook 06 as a job: trainer and engine on different nodes, since each has one CPU for Ray."""
     return cluster.submit(
         "train", sys.executable, "-m", "helpers.series", "run", "--profile", "cpu", "--runs", str(runs), "--only", "06",
         "-p", "STEPS", "3", "-p", "EVAL_EVERY", "3", "-p", "SAVE_EVERY", "3",
@@ -104,7 +104,7 @@ def test_without_the_token_nothing_is_answered(cluster):
 
 
 def test_ranks_and_engine_on_three_nodes(train, cluster, runs):
-    """A node joins; two ranks meet over their nodes' addresses, and weights go by value and through a group."""
+    """A node joins; two ranks meet at their addresses; weights go by value and through a group."""
     cluster.add()
     cluster.wait(3)
     out, policy = runs / "three.json", runs / "cpu" / "checkpoints" / "warm-seed0"

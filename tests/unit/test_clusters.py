@@ -1,8 +1,8 @@
-"""The launch files of environment/clusters without a cluster: what they print, refuse and, with stand-ins, would call.
+"""The launch files of environment/clusters without a cluster: what they print and refuse, and their order.
 
-No Slurm and no Kubernetes is here. What is checked: the scripts parse, their dry runs print commands whose options Ray has,
-the manifest keeps to KubeRay's schema, and slurm.sh's order of steps, exit code and clean-up with recorders for `srun`,
-`scontrol` and `python`. tests/notebooks/test_two_nodes.py runs node.sh for good.
+No Slurm and no Kubernetes is here. What is checked: the scripts parse, their dry runs print commands whose
+options Ray has, the manifest keeps to KubeRay's schema, and slurm.sh's order of steps, exit code and clean-up
+with recorders for `srun`, `scontrol` and `python`. tests/notebooks/test_two_nodes.py runs node.sh for good.
 """
 
 import importlib.util
@@ -41,7 +41,7 @@ def test_scripts_parse_and_explain_themselves(path):
     assert "--dry-run" in run(path.name, "--help").stdout
 
 
-# --- node.sh ----------------------------------------------------------------------------------------------------------
+# --- node.sh ------------------------------------------------------------------------------------------------
 def printed_command(text: str) -> list[str]:
     """The command that a dry run of node.sh ends with."""
     return shlex.split(text.splitlines()[-1])
@@ -102,7 +102,7 @@ def test_a_worker_does_not_wait_for_ever_for_its_head():
     assert done.returncode == 1 and "no Ray head answers at 127.0.0.1:9 within 1 s" in done.stderr
 
 
-# --- slurm.sh ---------------------------------------------------------------------------------------------------------
+# --- slurm.sh -----------------------------------------------------------------------------------------------
 def test_a_dry_run_of_slurm_names_each_hosts_commands():
     done = run("slurm.sh", "--dry-run", "--nodes", "3", "--profile", "gpu", "--only", "06")
     assert done.returncode == 0, done.stderr
@@ -139,7 +139,7 @@ echo "{name} $* token=${{#RAY_AUTH_TOKEN}}" >>"$RECORD"
 
 @pytest.fixture
 def job(tmp_path):
-    """A folder that looks like the project, recorders on PATH, and the environment of a batch script on n1 of n1 and n2."""
+    """A folder like the project, recorders on PATH, and a batch script's environment on n1 of n1 and n2."""
     project, tools = tmp_path / "project", tmp_path / "bin"
     for folder in (project / "environment" / "clusters", tools):
         folder.mkdir(parents=True)
@@ -202,7 +202,7 @@ def test_the_end_of_slurms_time_stops_the_run_first(job):
     assert len(children) >= 4 and alive(children) == []
 
 
-# --- kuberay.yaml -----------------------------------------------------------------------------------------------------
+# --- kuberay.yaml -------------------------------------------------------------------------------------------
 def kuberay():
     spec = importlib.util.spec_from_file_location("kuberay", CLUSTERS / "kuberay.py")
     module = importlib.util.module_from_spec(spec)

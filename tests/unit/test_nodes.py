@@ -1,4 +1,4 @@
-"""Where actors are and what they were told: addresses, interfaces, cards, and the refusals of what cannot work."""
+"""Where actors are and what they were told: addresses, interfaces, cards, and what is refused."""
 
 import doctest
 import socket
@@ -26,7 +26,7 @@ def test_examples():
     assert doctest.testmod(nodes).failed == 0
 
 
-# --- addresses and interfaces -----------------------------------------------------------------------------------------
+# --- addresses and interfaces -------------------------------------------------------------------------------
 def test_all_of_the_loopback_network_is_one_interface():
     name = nodes.interface_of("127.0.0.1")
     assert nodes.addresses()[name] == "127.0.0.1" and name in dict((n, i) for i, n in socket.if_nameindex())
@@ -55,7 +55,7 @@ def test_what_the_node_says_about_its_network_stays(monkeypatch):
     assert told == {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": "ib0"}
 
 
-# --- cards ------------------------------------------------------------------------------------------------------------
+# --- cards --------------------------------------------------------------------------------------------------
 def fake_nvidia_smi(tmp_path, monkeypatch, text: str) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\nprintf '{text}'\n")
@@ -79,7 +79,7 @@ def test_no_tool_no_cards(tmp_path, monkeypatch):
     assert nodes.visible_cards({}) == ()
 
 
-# --- what actors report -----------------------------------------------------------------------------------------------
+# --- what actors report -------------------------------------------------------------------------------------
 def ranks(**changes):
     """Two sound ranks on two nodes, rank 1 with changes."""
     sound = [
@@ -154,7 +154,7 @@ def test_weights_go_as_handles_on_one_card_only(device, engine, backend):
     assert sync_backend(device, rank, [engine]) == backend
 
 
-# --- a cluster that is there ------------------------------------------------------------------------------------------
+# --- a cluster that is there --------------------------------------------------------------------------------
 @pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "http://10.0.0.1:8265"])
 def test_a_clients_address_is_refused_with_the_command_that_works(monkeypatch, address):
     monkeypatch.setenv("RAY_ADDRESS", address)
@@ -201,7 +201,7 @@ def test_an_unknown_placement_is_refused():
         load_profile("cpu", **{"cluster.strategy": "NEAR"})
 
 
-# --- servers that other machines reach --------------------------------------------------------------------------------
+# --- servers that other machines reach ----------------------------------------------------------------------
 @pytest.mark.parametrize("host", ["10.0.0.1", "0.0.0.0", "node-7"])
 def test_a_server_that_others_reach_needs_a_key(host):
     with pytest.raises(RolloutError, match="needs a key"):
@@ -219,7 +219,7 @@ def test_a_key_is_in_a_file_of_this_user_alone():
     assert "secret" not in repr(Clients(("http://10.0.0.1:30000",), 1.0, "secret-of-a-test"))
 
 
-# --- the command line -------------------------------------------------------------------------------------------------
+# --- the command line ---------------------------------------------------------------------------------------
 def test_what_a_node_needs_is_the_profiles_without_one_machines_interfaces(capsys, monkeypatch):
     assert nodes.main(["environment", "--profile", "cpu"]) == 0
     said = capsys.readouterr().out
