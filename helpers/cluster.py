@@ -128,6 +128,8 @@ class RayHead:
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise self._not_ours(error) from error
         self.dashboard = f"http://{context.dashboard_url}" if context.dashboard_url else ""
+        if os.environ.get("RAY_AUTH_MODE") != "token":
+            log.warning("this Ray cluster asks for no token: whoever reaches its ports can run code as you")
         log.info("attached to the Ray cluster at %s: %s", self.address, sorted(node_addresses().values()))
         return self
 

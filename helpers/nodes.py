@@ -51,16 +51,17 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def addresses() -> dict[str, str]:
-    """interface -> its first IPv4 address, of those that have one. Source: netdevice(7), SIOCGIFCONF."""
+def addresses() -> list[tuple[str, str]]:
+    """(interface, IPv4 address) of this machine; an interface may have several. Source: netdevice(7)."""
     room = array.array("B", bytes(_IFREQ * 256))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("iL", len(room), room.buffer_info()[0])
         size = struct.unpack("iL", fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, request))[0]
-    found: dict[str, str] = {}
+    found = []
     for start in range(0, size, _IFREQ):
         name = bytes(room[start : start + 16]).split(b"\0")[0].decode()
-        found.setdefault(name.split(":")[0], socket.inet_ntoa(bytes(room[start + 20 : start + 24])))
+        # "eth0:1" is a second address of eth0
+        found.append((name.split(":")[0], socket.inet_ntoa(bytes(room[start + 20 : start + 24]))))
     return found
 
 
@@ -70,10 +71,10 @@ def interface_of(address: str) -> str:
     Raises NodeError where none has it.
     """
     here = addresses()
-    for name, other in here.items():
+    for name, other in here:
         if other == address or (is_loopback(address) and is_loopback(other)):
             return name
-    listed = ", ".join(f"{name} {other}" for name, other in here.items())
+    listed = ", ".join(f"{name} {other}" for name, other in here)
     raise NodeError(
         f"no interface of this machine has the address {address} (it has {listed}); give `ray start` one of these with "
         "--node-ip-address"
