@@ -54,7 +54,10 @@ class RayHead:
         self.stop()
 
     def start(self) -> RayHead:
-        """Launch Ray's processes; returns at once. With RAY_ADDRESS nothing is launched. Raises ClusterError (see _named_cluster)."""
+        """Launch Ray's processes; returns at once. With RAY_ADDRESS nothing is launched.
+
+        Raises ClusterError for an address that no driver can use.
+        """
         named = _named_cluster()
         if named:
             self.address, self.attached = named, True
@@ -136,8 +139,8 @@ class RayHead:
     def _not_ours(self, error: Exception) -> ClusterError:
         reason = " ".join(str(error).split())[:400]
         return ClusterError(
-            f"no Ray cluster of ours at {ADDRESS_VARIABLE}={self.address}: {reason}. Run on one of its nodes (or send the run "
-            f"there: ray job submit) with its RAY_AUTH_TOKEN, or unset {ADDRESS_VARIABLE} to start a head here"
+            f"no Ray cluster of ours at {ADDRESS_VARIABLE}={self.address}: {reason}. Run on one of its nodes (or send "
+            f"the run there: ray job submit) with its RAY_AUTH_TOKEN, or unset {ADDRESS_VARIABLE} to start a head here"
         )
 
     def _check_alive(self, deadline: float) -> None:
@@ -150,7 +153,10 @@ class RayHead:
         raise ClusterError(f"{ended}. Its last words:\n{text}")
 
     def stop(self) -> None:
-        """Disconnect, end all of Ray's processes and remove its folder; safe to call twice. A named cluster goes on."""
+        """Disconnect, end all of Ray's processes and remove its folder; safe to call twice.
+
+        A cluster that RAY_ADDRESS named goes on.
+        """
         if self.process is None and not self.attached:
             return
         import ray
@@ -173,12 +179,16 @@ def _listens(port: int, host: str = LOOPBACK) -> bool:
 
 
 def _named_cluster() -> str:
-    """The cluster that RAY_ADDRESS names, "" where it names none. Raises ClusterError for a protocol that cannot work here."""
+    """The cluster that RAY_ADDRESS names, "" where it names none.
+
+    Raises ClusterError for the protocol of a client outside the cluster.
+    """
     named = os.environ.get(ADDRESS_VARIABLE, "")
     if "://" in named:
         raise ClusterError(
-            f"{ADDRESS_VARIABLE}={named} is an address for a client outside the cluster; the loop's driver runs on a node. Give "
-            f"HOST:PORT of the cluster's head, or: ray job submit --address {named.replace('ray://', 'http://')} -- COMMAND"
+            f"{ADDRESS_VARIABLE}={named} is an address for a client outside the cluster; the loop's driver runs on "
+            "a node. Give HOST:PORT of the cluster's head, or: ray job submit --address "
+            f"{named.replace('ray://', 'http://')} -- COMMAND"
         )
     return "" if named == "local" else named
 
@@ -207,7 +217,7 @@ class Clients:
 
 
 def describe_place(device: str) -> dict:
-    """Where this actor is: node, its address and interface, what it was told, and the cards that it may use (UUIDs)."""
+    """Where this actor is (node, address, interface), what it was told, and the cards it may use (UUIDs)."""
     import ray
 
     address = ray.util.get_node_ip_address()
@@ -225,11 +235,15 @@ def describe_place(device: str) -> dict:
 class TrainerActor:
     """One trainer rank. Synchronous and single-threaded: Megatron's CPU back end holds in one thread only.
 
-    store_host: address of the ranks' store, loopback where all of them are on one machine.
+    store_host: address of the ranks' store, loopback where all of them are on one machine. spread: some actors of the
+    run are on another one.
     """
 
-    def __init__(self, settings: Profile, checkpoint: str, rank: int, store_host: str = LOOPBACK):
-        self.settings, self.checkpoint, self.rank, self.store_host = settings, checkpoint, rank, store_host
+    def __init__(
+        self, settings: Profile, checkpoint: str, rank: int, store_host: str = LOOPBACK, spread: bool = False
+    ):
+        self.settings, self.checkpoint, self.rank = settings, checkpoint, rank
+        self.store_host, self.spread = store_host, spread
         self.trainer, self.group = None, None
 
     def open_store(self) -> int:
@@ -252,7 +266,7 @@ class TrainerActor:
 
         from helpers.trainer import MegatronTrainer
 
-        if self.store_host != LOOPBACK:
+        if self.spread:
             choose_interface(ray.util.get_node_ip_address())
         if self.rank:
             self.store = dist.TCPStore(
@@ -347,8 +361,8 @@ def check_ranks(ranks: Sequence[dict], device: str) -> None:
     moved = {r["rank"]: r["card"] for r in ranks if r.get("cards") and r["card"] not in r["cards"]}
     if moved:
         raise ClusterError(
-            f"CUDA gave ranks another card than the one that CUDA_VISIBLE_DEVICES names (rank: UUID): {moved}; it counts the "
-            "fastest first. Set CUDA_DEVICE_ORDER=PCI_BUS_ID where Ray starts"
+            "CUDA gave ranks another card than the one that CUDA_VISIBLE_DEVICES names (rank: UUID): "
+            f"{moved}; it counts the fastest first. Set CUDA_DEVICE_ORDER=PCI_BUS_ID where Ray starts"
         )
     if len({(r.get("node"), r["pid"]) for r in ranks}) < len(ranks):
         raise ClusterError(f"{len(ranks)} trainer ranks share a process: {[r['pid'] for r in ranks]}")
@@ -356,7 +370,10 @@ def check_ranks(ranks: Sequence[dict], device: str) -> None:
 
 
 def check_network(ranks: Sequence[dict]) -> None:
-    """Raise ClusterError unless ranks on several nodes can meet at the addresses that Ray knows. ranks: their describe()."""
+    """Raise ClusterError unless ranks on several nodes can meet at the addresses that Ray knows.
+
+    ranks: their describe().
+    """
     places = {r.get("node"): r for r in ranks}
     if len(places) < 2:
         return
@@ -364,15 +381,16 @@ def check_network(ranks: Sequence[dict]) -> None:
     hidden = [is_loopback(r["address"]) for r in places.values()]
     if len({r["address"] for r in places.values()}) < len(places) or (any(hidden) and not all(hidden)):
         raise ClusterError(
-            f"trainer ranks on {len(places)} nodes cannot tell each other where they are: {where}; start each node's Ray with an "
-            "address of its own that the others reach (ray start --node-ip-address)"
+            f"trainer ranks on {len(places)} nodes cannot tell each other where they are: {where}; start each node's "
+            "Ray with an address of its own that the others reach (ray start --node-ip-address)"
         )
     for r in ranks:
         wrong = {k: v for k, v in r["interfaces"].items() if v == "lo" and r["interface"] != "lo"}
         if wrong or "GLOO_SOCKET_IFNAME" not in r["interfaces"]:
             raise ClusterError(
-                f"rank {r['rank']} on {r['address']} would look for other nodes through {r['interfaces'] or 'any interface'}; "
-                f"its address is that of {r['interface']}: unset these variables, or name the right one, where its Ray starts"
+                f"rank {r['rank']} on {r['address']} would look for other nodes through "
+                f"{r['interfaces'] or 'any interface'}; its address is that of {r['interface']}: unset these "
+                "variables, or name the right one, where its Ray starts"
             )
 
 
@@ -384,21 +402,22 @@ def check_engines(engines: Sequence[dict], device: str) -> None:
     wrong = {i: e["device"] for i, e in enumerate(engines) if e["device"] != device}
     if wrong:
         raise ClusterError(
-            f"the profile runs on {device!r} and Ray started engines that were told otherwise (engine: device): {wrong}"
+            f"the profile runs on {device!r} and Ray started engines that were told otherwise (engine: device): "
+            f"{wrong}; start them with the environment of Profile.process_environment"
         )
     cards = [card for e in engines for card in e["cards"]]
     if device == "cuda" and (not all(e["cards"] for e in engines) or len(set(cards)) < len(cards)):
         raise ClusterError(
-            f"{len(engines)} engines do not have GPUs of their own (UUIDs): {[list(e['cards']) for e in engines]}; unset "
-            "CUDA_VISIBLE_DEVICES where Ray starts and let it assign the cards"
+            f"{len(engines)} engines do not have GPUs of their own (UUIDs): {[list(e['cards']) for e in engines]}; "
+            "unset CUDA_VISIBLE_DEVICES where Ray starts and let it assign the cards"
         )
 
 
 def sync_backend(device: str, rank: dict, engines: Sequence[dict]) -> str:
-    """Backend of the group that weights go through, "" where they go without: as CUDA IPC handles, or by value on a CPU.
+    """Backend of the group that weights go through; "" for CUDA IPC handles, and by value on a CPU.
 
-    rank: describe() of trainer rank 0, which sends. A handle is of use on the card that it was made on, and cards are told
-    apart by UUID: their numbers are those that each process was left with.
+    rank: describe() of trainer rank 0, which sends. A handle is of use on the card that it was made on, and cards
+    are told apart by UUID: their numbers are those that each process was left with.
     """
     shares = any(e["node"] == rank["node"] and rank["card"] in e["cards"] for e in engines)
     return "nccl" if device == "cuda" and not shares else ""
@@ -472,21 +491,27 @@ class GrpoCluster:
                 f"Ray cannot place {ranks} trainer ranks and {engines} engines on {ray.cluster_resources()}; "
                 "lower trainer.ranks or rollout.engines, or start Ray with more"
             )
-        nodes = self._nodes()
-        hosts = node_addresses()
+        self._start_actors(ranks, engine_bundles)
+        self._built = self._build()
+        return self
+
+    def _start_actors(self, ranks: int, engine_bundles: list[int]) -> None:
+        """On one machine they meet on loopback; on several at the nodes' addresses, and servers ask for a key."""
+        import ray
+
+        nodes, hosts = self._nodes(), node_addresses()
         self.spread = len({nodes[b] for b in (*range(ranks), *engine_bundles)}) > 1
         self._key = secrets.token_hex(32) if self.spread else ""
+        # several engines of one series never share a server, and its server is on the driver's machine
         here = ray.get_runtime_context().get_node_id()
+        shared = len(engine_bundles) == 1 and not self.spread and nodes[engine_bundles[0]] == here
         for bundle in engine_bundles:
-            # several engines of one series never share a server, and its server is on the driver's machine
-            shared = engines == 1 and not self.spread and nodes[bundle] == here
             host = hosts[nodes[bundle]] if self.spread else LOOPBACK
             self.engines.append(self._actor(RolloutActor, bundle, "server", shared, host, self._key))
         apart = len({nodes[rank] for rank in range(ranks)}) > 1
         store = hosts[nodes[0]] if apart else LOOPBACK
-        self.trainers = [self._actor(TrainerActor, rank, "trainer", rank, store) for rank in range(ranks)]
-        self._built = self._build()
-        return self
+        for rank in range(ranks):
+            self.trainers.append(self._actor(TrainerActor, rank, "trainer", rank, store, self.spread))
 
     def _nodes(self) -> dict[int, str]:
         """bundle -> id of the node that Ray put it on."""

@@ -27,7 +27,7 @@ import requests
 from helpers.anatomy import tensor_shapes
 from helpers.checkpoints import require_checkpoint, rollout_checkpoint
 from helpers.harmony import encode, load_tokenizer, stop_token_ids
-from helpers.nodes import LOOPBACK, is_loopback
+from helpers.nodes import INTERFACES, LOOPBACK, interface_of, is_loopback
 from helpers.processes import alive
 from helpers.profiles import SHARED_VARIABLE, Profile
 from helpers.records import Episode
@@ -220,8 +220,9 @@ class RolloutServer(SGLangClient):
     start() launches and wait() blocks until it answers, so that imports can overlap with other work in between.
     The checkpoint is checked first (CheckpointError), and a plain copy is served where it is in MXFP4, since SGLang takes no
     expert updates into that (helpers.checkpoints.rollout_checkpoint).
-    host: the address to listen at. Where other machines reach it, key is required: a weight update is code for whoever may
-    send one (SGLang unpickles it). It goes to the server in a file of this user's alone, never on the command line.
+    host: the address to listen at. Where other machines reach it, key is required: a weight update is code for
+    whoever may send one (SGLang unpickles it). The key goes to the server in a file of this user's alone, never on
+    the command line.
     """
 
     def __init__(
@@ -234,8 +235,8 @@ class RolloutServer(SGLangClient):
     ):
         if not is_loopback(host) and not key:
             raise RolloutError(
-                f"a server that listens at {host}, where other machines reach it, needs a key: anyone who may update its "
-                "weights can run code there; give RolloutServer(..., key=secrets.token_hex(32))"
+                f"a server that listens at {host}, where other machines reach it, needs a key: anyone who may "
+                "update its weights can run code there; give RolloutServer(..., key=secrets.token_hex(32))"
             )
         self.settings, self.host, self._key = settings, host, key
         self.checkpoint = rollout_checkpoint(settings, require_checkpoint(Path(checkpoint)))
@@ -262,6 +263,9 @@ class RolloutServer(SGLangClient):
         environment = {**os.environ, **self.settings.process_environment("server")}
         # SGLang's imports take twice as long without .pyc files
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        if not is_loopback(self.host):  # it may have to meet the trainer in a group
+            own = interface_of(self.host)
+            environment |= {name: os.environ.get(name, own) for name in INTERFACES}
         command, removed = server_command(self.settings, self.checkpoint, port, self.host), []
         if self._key:
             secret = _secret_file(self._key)
@@ -403,7 +407,7 @@ class RolloutServer(SGLangClient):
 
 
 def _secret_file(key: str) -> Path:
-    """SGLang's --config with the key, in a folder that only this user may enter; the launcher removes it with the server."""
+    """SGLang's --config with the key, in a folder that only this user may enter. The launcher removes it."""
     folder = Path(tempfile.mkdtemp(prefix="grpo-key-"))
     path = folder / "server.yaml"
     path.write_text(f"api-key: {key}\n")

@@ -21,7 +21,8 @@ SERIES = PROJECT_ROOT / "runs" / "tests" / "cpu" / "checkpoints"  # what test_se
 
 
 def folders() -> set[str]:
-    return {str(p) for pattern in ("ray-*", "grpo-key-*") for p in Path("/tmp").glob(pattern)}
+    """What node.sh and a server with a key make."""
+    return {str(p) for pattern in ("ray-" + "?" * 6, "grpo-key-*") for p in Path("/tmp").glob(pattern)}
 
 
 @pytest.fixture(scope="module")

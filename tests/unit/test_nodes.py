@@ -208,6 +208,28 @@ def test_a_server_that_others_reach_needs_a_key(host):
         RolloutServer(load_profile("cpu"), "checkpoint", host=host)
 
 
+def test_a_server_on_another_machine_meets_the_trainer_at_its_own_interface(monkeypatch, tmp_path):
+    """Profile cpu says `lo`, which is right on one machine only."""
+    started = []
+    monkeypatch.setattr(
+        "helpers.rollout.subprocess.Popen", lambda command, **more: started.append((command, more))
+    )
+    monkeypatch.setattr("helpers.rollout.interface_of", lambda address: "eth7")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    server = object.__new__(RolloutServer)
+    server.settings, server.host, server._key = load_profile("cpu"), "10.0.0.1", "secret-of-a-test"
+    server.checkpoint, server.log = tmp_path, tmp_path / "log"
+    with pytest.raises(AttributeError):  # the stand-in starts no process
+        server.start()
+    command, more = started[0]
+    assert more["env"]["GLOO_SOCKET_IFNAME"] == "eth7" and more["env"]["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert "secret-of-a-test" not in " ".join(command) and command[command.index("--host") + 1] == "10.0.0.1"
+    folder = nodes.Path(command[command.index("--remove") + 1])
+    assert (folder / "server.yaml").read_text() == "api-key: secret-of-a-test\n"
+    (folder / "server.yaml").unlink(), folder.rmdir()
+
+
 def test_a_key_is_in_a_file_of_this_user_alone():
     path = _secret_file("secret-of-a-test")
     try:
