@@ -23,7 +23,7 @@ class Episode:
         temperature (natural log; one a completion token).
     finish_reason: "stop" (end token), "length" (token budget used up) or "abort".
     group: index of the prompt within the step; episodes of one group share a prompt.
-    weight_version: the rollout engine's label of the weights in use when the episode finished.
+    weight_versions: the rollout engine's label of the weights that sampled each completion token; () where nobody said.
     routed_experts: int16 [tokens - 1, layers, experts a token], where the rollout engine sent each token; None
         unless routing replay asked for it. Row i is the token at position i; the last one was never run.
     """
@@ -33,7 +33,7 @@ class Episode:
     logprobs: tuple[float, ...]
     finish_reason: str
     group: int
-    weight_version: str = ""
+    weight_versions: tuple[str, ...] = ()
     # no part of ==: numpy's compares element by element
     routed_experts: np.ndarray | None = field(default=None, compare=False, repr=False)
 
@@ -43,6 +43,11 @@ class Episode:
                 f"an episode has {len(self.completion_ids)} completion tokens and {len(self.logprobs)} logprobs; "
                 "ask the rollout engine for one logprob a token (return_logprob=True)"
             )
+        if self.weight_versions and len(self.weight_versions) != len(self.completion_ids):
+            raise ValueError(
+                f"an episode has {len(self.completion_ids)} completion tokens and {len(self.weight_versions)} weight "
+                "versions; give one a token, or none"
+            )
         tokens = len(self.prompt_ids) + len(self.completion_ids)
         if self.routed_experts is not None and len(self.routed_experts) != tokens - 1:
             raise ValueError(
@@ -50,6 +55,16 @@ class Episode:
                 f"{tokens - 1} tokens were run (the last one was only sampled); ask the rollout engine for the rows "
                 "from the prompt's first token on"
             )
+
+    @property
+    def weight_version(self) -> str:
+        """Label of the weights in use when the episode finished."""
+        return self.weight_versions[-1] if self.weight_versions else ""
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the rollout was stopped before it came to an end."""
+        return self.finish_reason == "abort"
 
 
 @dataclass(frozen=True)

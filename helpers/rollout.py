@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import orjson
 import requests
 
@@ -174,6 +175,13 @@ class SGLangClient:
             self._served = ServedModel(str(folder), method or "", tensor_shapes(config))
         return self._served
 
+    def stop_requests(self) -> None:
+        """Stop all that the server is sampling: each request answers at once with what it has ("abort").
+
+        A request that is still on its way to the scheduler is missed, so ask again until all have answered.
+        """
+        self.post("/abort_request", abort_all=True)
+
     def _ask(self, method: str, path: str, **request):
         try:
             reply = self.http.request(method, self.url + path, timeout=self.timeout, **request)
@@ -320,24 +328,23 @@ class RolloutServer(SGLangClient):
         prompts: Sequence[Sequence[int]],
         temperature: float,
         n: int = 1,
-        max_new_tokens: int = 24,
+        max_new_tokens: int | Sequence[int] = 24,
         seeds: Sequence[int] = (),
         **extra,
     ):
         """SGLang's raw answers, n for each prompt in order, with one logprob a token.
 
-        seeds: one an answer; without them the server draws as it goes.
+        max_new_tokens: of all answers, or one an answer. seeds: one an answer; without them the server draws as it goes.
 
         A prompt is sent n times rather than once with SGLang's own n: that would prefill each prompt once more by itself,
         to fill a prefix cache which a CPU profile does without.
         """
-        sampling = dict(
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
-            stop_token_ids=stop_token_ids(self.tokenizer),
-        )
+        sampling = dict(temperature=temperature, stop_token_ids=stop_token_ids(self.tokenizer))
         ids = [list(p) for p in prompts for _ in range(n)]
-        each = [sampling | {"sampling_seed": seed} for seed in seeds] or sampling
+        limits = [max_new_tokens] * len(ids) if isinstance(max_new_tokens, int) else max_new_tokens
+        each = [sampling | {"max_new_tokens": limit} for limit in limits]
+        for one, seed in zip(each, seeds, strict=False):
+            one["sampling_seed"] = seed
         outputs = self.post("/generate", input_ids=ids, sampling_params=each, return_logprob=True, **extra)
         return outputs if isinstance(outputs, list) else [outputs]
 
@@ -468,11 +475,14 @@ def roll_out(
     greedy: bool = False,
     draw: int | None = None,
     first: int = 0,
+    partial: Sequence[Episode] | None = None,
 ) -> list[Episode]:
     """group_size sampled answers for each problem (one greedy answer each if `greedy`), as episodes in order.
 
     draw: number of this draw of questions in the run (helpers.dynamic_sampling.draw_step). With it, and in a profile whose
     sampling is seeded, the same weights give the same answers again. first: place of problems[0] in the draw.
+    partial: the episodes that an earlier call for the same draw returned when its requests were stopped
+    (SGLangClient.stop_requests): those that are unfinished go on from their last token, with the weights of now.
 
     With algorithm.routing_replay each holds the experts that its tokens took. Raises RolloutError where the server
     returns none, ValueError where no router can have made such a choice.
@@ -485,25 +495,43 @@ def roll_out(
     seeds = ()
     if draw is not None and settings.sampling.seeded and not greedy:
         seeds = answer_seeds(settings.seed, draw, first * n, len(prompts) * n)
-    outputs = server.generate(prompts, temperature, n, settings.sampling.max_new_tokens, seeds, **extra)
-    if len(outputs) != n * len(prompts):
-        raise RolloutError(f"asked SGLang for {n} x {len(prompts)} answers, got {len(outputs)}")
     shape = RoutingShape.of(read_config(server.checkpoint)) if replay else None
-    return [_episode(output, prompts[i // n], i // n, shape) for i, output in enumerate(outputs)]
+    if partial is None:
+        partial = [Episode(prompt, (), (), "abort", group) for group, prompt in enumerate(prompts) for _ in range(n)]
+    episodes, left = list(partial), [i for i, e in enumerate(partial) if e.unfinished]
+    if not left:
+        return episodes
+    outputs = server.generate(
+        [partial[i].prompt_ids + partial[i].completion_ids for i in left], temperature, 1,
+        [settings.sampling.max_new_tokens - len(partial[i].completion_ids) for i in left],
+        [seeds[i] for i in left] if seeds else (), **extra,
+    )  # fmt: skip
+    if len(outputs) != len(left):
+        raise RolloutError(f"asked SGLang for {len(left)} answers, got {len(outputs)}")
+    for i, output in zip(left, outputs, strict=True):
+        episodes[i] = _extended(partial[i], output, shape)
+    return episodes
 
 
-def _episode(output: dict, prompt: tuple[int, ...], group: int, routing: RoutingShape | None) -> Episode:
-    """routing: the experts are read, for a model of this shape."""
-    info = output["meta_info"]
-    logprobs = tuple(entry[0] for entry in info["output_token_logprobs"])
+def _extended(partial: Episode, output: dict, routing: RoutingShape | None) -> Episode:
+    """The episode with what the server added to it. routing: the experts are read, for a model of this shape.
+
+    A token keeps the logprob and the experts that it had when it was sampled, under the weights of then.
+    """
+    info, ids = output["meta_info"], tuple(output["output_ids"])
+    logprobs = tuple(entry[0] for entry in info.get("output_token_logprobs") or ())  # none where none was sampled
+    experts = partial.routed_experts
+    if routing and ids:
+        rows = _experts(info, len(partial.prompt_ids) + len(partial.completion_ids) + len(ids), routing)
+        experts = rows if experts is None else np.concatenate([experts, rows[len(experts) :]])
     return Episode(
-        prompt,
-        tuple(output["output_ids"]),
-        logprobs,
+        partial.prompt_ids,
+        partial.completion_ids + ids,
+        partial.logprobs + logprobs,
         info["finish_reason"]["type"],
-        group,
-        str(info.get("weight_version", "")),
-        _experts(info, len(prompt) + len(output["output_ids"]), routing) if routing else None,
+        partial.group,
+        partial.weight_versions + (str(info.get("weight_version", "")),) * len(ids),
+        experts,
     )
 
 

@@ -4,6 +4,8 @@ import base64
 import os
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -286,6 +288,48 @@ def arrived(server, trainer) -> float:
     ]
     batch = collate(episodes, None, pad_id=0)
     return (served(server) - trainer.logprobs(batch)[batch.loss_mask > 0]).abs().max().item()
+
+
+def _stopped_after(seconds, server, problems, settings):
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(roll_out, server, problems, settings, draw=0)
+        time.sleep(seconds)
+        while not asked.done():
+            server.stop_requests()
+            time.sleep(0.01)
+    return asked.result()
+
+
+def test_a_stopped_rollout_goes_on_under_other_weights_and_each_token_keeps_its_own(
+    clean_server, settings, reference
+):
+    """Partial rollouts: what was sampled stays with its logprobs and weights, and the rest is asked for anew."""
+    longer = replace(settings, sampling=replace(settings.sampling, max_new_tokens=300))
+    problems = load_task("median").sample(4)
+    for patience in (0.05, 0.1, 0.2, 0.4, 0.8):  # how long until the first token depends on the machine
+        partial = _stopped_after(patience, clean_server, problems, longer)
+        if any(e.unfinished and e.completion_ids for e in partial):
+            break
+    else:
+        pytest.fail("nothing was stopped on its way")
+    tokens = [reference_logprobs(reference, e.prompt_ids + e.completion_ids) for e in partial]
+    weight = dict(reference.named_parameters())["lm_head.weight"].detach()
+    weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(5))
+    send_tensors(clean_server, {"lm_head.weight": weight.clone()}, "step-1")
+    whole = roll_out(clean_server, problems, longer, draw=0, partial=partial)
+    crossed = 0
+    for start, end, before in zip(partial, whole, tokens, strict=True):
+        old, new = len(start.completion_ids), len(end.completion_ids)
+        assert end.completion_ids[:old] == start.completion_ids and end.logprobs[:old] == start.logprobs
+        assert not end.unfinished and new <= 300
+        assert end.weight_versions == ("initial",) * old + ("step-1",) * (new - old)
+        after = reference_logprobs(reference, end.prompt_ids + end.completion_ids)
+        got, first = torch.tensor(end.logprobs), len(end.prompt_ids) - 1
+        assert torch.allclose(got[:old], before[first:], atol=1e-4, rtol=0)
+        assert torch.allclose(got[old:], after[first + old :], atol=1e-4, rtol=0)
+        crossed += 0 < old < new
+    assert crossed, "no answer has tokens of both weights"
+    assert roll_out(clean_server, problems, longer, draw=0, partial=whole) == whole
 
 
 def test_offloaded_weights_arrive_whole_and_stay_away(clean_server, trainer):

@@ -122,3 +122,13 @@ def test_an_aborted_episode_without_tokens_has_an_empty_mask():
 def test_messages(items, advantages, options, message):
     with pytest.raises(ValueError, match=message):
         collate(items, advantages, **({"pad_id": PAD} | options))
+
+
+def test_an_episode_knows_the_weights_of_each_token_and_whether_it_ended():
+    crossed = Episode((1,), (2, 3), (-1.0, -2.0), "abort", 0, ("step-1", "step-2"))
+    assert crossed.weight_version == "step-2" and crossed.unfinished
+    assert example().weight_version == "" and not example().unfinished
+    with pytest.raises(ValueError, match="2 completion tokens and 1 weight versions"):
+        Episode((1,), (2, 3), (-1.0, -2.0), "stop", 0, ("step-1",))
+    with pytest.raises(ValueError, match="2 completion tokens and 1 logprobs"):
+        Episode((1,), (2, 3), (-1.0,), "stop", 0)
