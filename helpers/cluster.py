@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from helpers.nodes import (
@@ -295,11 +295,12 @@ class TrainerActor:
             return None
         return parallel_state.get_data_parallel_rank(), share.numpy()
 
-    def sync(self, clients: Clients, version: str) -> SyncReport:
+    def sync(self, clients: Clients, version: str, own: list[int]) -> SyncReport:
+        """own: places of the servers that this rank sends to."""
         servers = clients.open()
         if clients.group and not self.rank:
             self._join(servers, clients.group)
-        return sync_weights(self.trainer, servers, version, group=self.group)
+        return sync_weights(self.trainer, servers, version, group=self.group, own=own)
 
     def _join(self, servers: list[SGLangClient], backend: str) -> None:
         """One group for as long as the servers stay the same."""
@@ -413,14 +414,28 @@ def check_engines(engines: Sequence[dict], device: str) -> None:
         )
 
 
-def sync_backend(device: str, rank: dict, engines: Sequence[dict]) -> str:
-    """Backend of the group that weights go through; "" for CUDA IPC handles, and by value on a CPU.
+def sync_plan(device: str, ranks: Sequence[dict], engines: Sequence[dict]) -> tuple[str, list[list[int]]]:
+    """How weights reach the engines: the backend of a group, or ""; and for each trainer rank the engines it sends to.
 
-    rank: describe() of trainer rank 0, which sends. A handle is of use on the card that it was made on, and cards
-    are told apart by UUID: their numbers are those that each process was left with.
+    ranks, engines: their describe(). Every rank has the whole weights once they are gathered. On a CPU they travel by
+    value and the engines are dealt out. On GPUs a rank hands CUDA IPC handles to the engine on its own card, since a
+    handle is of use on the card that it was made on, and cards are told apart by UUID: their numbers are those that each
+    process was left with. Where no engine shares a card with a rank, rank 0 broadcasts to all through NCCL, which takes no
+    two ranks on one card.
+    Raises ClusterError where some do and some do not.
     """
-    shares = any(e["node"] == rank["node"] and rank["card"] in e["cards"] for e in engines)
-    return "nccl" if device == "cuda" and not shares else ""
+    if device == "cpu":
+        return "", [list(range(rank, len(engines), len(ranks))) for rank in range(len(ranks))]
+    here = [[i for i, e in enumerate(engines) if r["card"] in e["cards"]] for r in ranks]
+    apart = sorted(set(range(len(engines))) - {i for own in here for i in own})
+    if len(apart) == len(engines):
+        return "nccl", [list(range(len(engines))) if not rank else [] for rank in range(len(ranks))]
+    if apart:
+        raise ClusterError(
+            f"engines {apart} share no card with a trainer rank and others do, so that weights would need two ways; use at "
+            "most as many engines as ranks, or cluster.placement = 'split'"
+        )
+    return "", here
 
 
 class RolloutActor:
@@ -441,9 +456,14 @@ class RolloutActor:
         return describe_place(self.settings.device)
 
     def roll_out(
-        self, problems: Sequence[Problem], greedy: bool = False, draw: int | None = None, first: int = 0
+        self,
+        problems: Sequence[Problem],
+        greedy: bool = False,
+        draw: int | None = None,
+        first: int = 0,
+        partial: Sequence[Episode] | None = None,
     ) -> list[Episode]:
-        return roll_out(self.server, problems, self.settings, greedy, draw, first)
+        return roll_out(self.server, problems, self.settings, greedy, draw, first, partial)
 
     def release_memory(self) -> float:
         return self.server.release_memory()
@@ -459,12 +479,35 @@ def _bundles(settings: Profile) -> tuple[list[dict], list[int]]:
     """Placement-group bundles, and which of them each engine takes; trainer rank i takes bundle i.
 
     CPU: one bundle an actor. GPU: one bundle a card, which trainer rank i and engine i share (colocated, half a card each
-    in Ray's books); not run on a GPU yet.
+    in Ray's books), or which one of them has to itself (cluster.placement = "split").
     """
     ranks, engines = settings.trainer.ranks, settings.rollout.engines
-    if settings.device == "cuda":
+    if _shares_cards(settings):
         return [{"CPU": 2, "GPU": 1}] * max(ranks, engines), list(range(engines))
-    return [{"CPU": 1}] * (ranks + engines), list(range(ranks, ranks + engines))
+    one = {"CPU": 1, "GPU": 1} if settings.device == "cuda" else {"CPU": 1}
+    return [one] * (ranks + engines), list(range(ranks, ranks + engines))
+
+
+def _shares_cards(settings: Profile) -> bool:
+    return settings.device == "cuda" and settings.cluster.placement == "colocated"
+
+
+@dataclass(frozen=True)
+class PendingRollout:
+    """Answers that the engines are sampling: what GrpoCluster.start_rollout was asked for, and a reference for each share.
+
+    firsts: place of each share's first problem among `problems`.
+    """
+
+    problems: tuple[Problem, ...]
+    greedy: bool
+    draw: int | None
+    firsts: tuple[int, ...]
+    references: tuple
+
+
+def _moved(episode: Episode, by: int) -> Episode:
+    return replace(episode, group=episode.group + by)
 
 
 class GrpoCluster:
@@ -476,7 +519,7 @@ class GrpoCluster:
     def __init__(self, settings: Profile, checkpoint: Path | str):
         self.settings, self.checkpoint = settings, str(Path(checkpoint).resolve())
         self.trainers, self.engines, self.group = [], [], None
-        self.spread, self.clients, self.places = False, Clients((), 0.0), []
+        self.spread, self.clients, self.places, self._sends = False, Clients((), 0.0), [], []
 
     def start(self, patience: float = 60.0) -> GrpoCluster:
         """Reserve the bundles (see _bundles) and start the actors. Raises ClusterError when the bundles do not fit."""
@@ -529,10 +572,13 @@ class GrpoCluster:
         if self.spread:
             environment.pop("GLOO_SOCKET_IFNAME", None)  # each node has its own (choose_interface)
         environment |= {k: os.environ[k] for k in ("GRPO_SHARED_SERVER", "GRPO_RUNS") if k in os.environ}
-        gpus = 0.5 if self.settings.device == "cuda" else 0
+        gpus = (0.5 if _shares_cards(self.settings) else 1) if self.settings.device == "cuda" else 0
+        # one thread for each rollout ahead, one for that of now, one for calls between; a trainer rank has one thread
+        threads = 1 if role == "trainer" else 2 + self.settings.rollout.max_staleness
         remote = ray.remote(
-            num_cpus=1, num_gpus=gpus, scheduling_strategy=place, runtime_env={"env_vars": environment}
-        )(kind)
+            num_cpus=1, num_gpus=gpus, scheduling_strategy=place, runtime_env={"env_vars": environment},
+            max_concurrency=threads,
+        )(kind)  # fmt: skip
         return remote.remote(self.settings, self.checkpoint, *arguments)
 
     def _build(self) -> list:
@@ -550,7 +596,7 @@ class GrpoCluster:
         check_ranks(ranks, self.settings.device)
         self.places = ray.get([e.describe.remote() for e in self.engines], timeout=timeout)
         check_engines(self.places, self.settings.device)
-        group = sync_backend(self.settings.device, ranks[0], self.places)
+        group, self._sends = sync_plan(self.settings.device, ranks, self.places)
         self.clients = Clients(urls, self.settings.rollout.request_timeout, self._key, group)
         return ranks
 
@@ -562,20 +608,55 @@ class GrpoCluster:
 
         draw: as in helpers.rollout.roll_out; the answers do not depend on the number of engines.
         """
-        import dataclasses
+        return self.finish_rollout(self.start_rollout(problems, greedy, draw))
 
+    def start_rollout(
+        self,
+        problems: Sequence[Problem],
+        greedy: bool = False,
+        draw: int | None = None,
+        partial: Sequence[Episode] | None = None,
+    ) -> PendingRollout:
+        """As roll_out, without waiting: the engines sample while this process goes on.
+
+        partial: episodes of the same problems and draw from a rollout that was stopped, all of them in order; those that
+        are unfinished go on.
+        """
+        each = len(partial) // len(problems) if partial else 0
+        size = -(-len(problems) // len(self.engines))
+        firsts = tuple(range(0, len(problems), size))
+        references = []
+        for engine, first in zip(self.engines, firsts, strict=False):
+            share, mine = list(problems[first : first + size]), None
+            if partial:
+                mine = [_moved(e, -first) for e in partial[first * each : (first + len(share)) * each]]
+            references.append(engine.roll_out.remote(share, greedy, draw, first, mine))
+        return PendingRollout(tuple(problems), greedy, draw, firsts, tuple(references))
+
+    def finish_rollout(self, pending: PendingRollout) -> list[Episode]:
+        """Wait for the answers; episodes of all problems in order."""
         import ray
 
-        count, shares = len(self.engines), []
-        size = -(-len(problems) // count)
-        for i, engine in enumerate(self.engines):
-            share = list(problems[i * size : (i + 1) * size])
-            if share:
-                shares.append((i * size, engine.roll_out.remote(share, greedy, draw, i * size)))
-        episodes = []
-        for first, reference in shares:
-            episodes += [dataclasses.replace(e, group=e.group + first) for e in ray.get(reference)]
-        return episodes
+        shares = zip(pending.firsts, ray.get(list(pending.references)), strict=True)
+        return [_moved(e, first) for first, share in shares for e in share]
+
+    def stop_rollouts(self, pending: Sequence[PendingRollout]) -> None:
+        """Make the engines answer now with what they have: unfinished episodes end with "abort".
+
+        All of the engines' requests are stopped, not only these. Raises ClusterError where they go on nevertheless.
+        """
+        import ray
+
+        clients, waiting = self.clients.open(), [r for p in pending for r in p.references]
+        deadline = time.monotonic() + self.clients.timeout
+        while waiting:
+            # again and again: a request that has not reached the scheduler is not stopped (sglang 0.5.17). SGLang's own
+            # loop, /pause_generation with mode abort, sleeps for a second between two tries
+            for client in clients:
+                client.stop_requests()
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0.05)
+            if waiting and time.monotonic() > deadline:
+                raise ClusterError(f"{len(waiting)} rollouts went on for {self.clients.timeout:.0f} s after they were stopped")
 
     def update(self, batch: Batch) -> dict[str, float]:
         """One optimizer step on all ranks; returns the last rank's statistics (the last pipeline stage knows the loss)."""
@@ -599,7 +680,8 @@ class GrpoCluster:
 
     def sync_weights(self, version: str) -> SyncReport:
         """The trainer's weights into every engine."""
-        return self._all("sync", self.clients, version)[0]
+        reports = self._each("sync", [(self.clients, version, own) for own in self._sends])
+        return max(reports, key=lambda report: (report.tensors, report.seconds))  # of a rank that sends; the slowest
 
     def release_memory(self) -> float:
         """Engines give their GPU memory to the trainers until resume_memory; returns the slowest one's seconds.
@@ -634,7 +716,13 @@ class GrpoCluster:
         import ray
 
         shared = [ray.put(a) if isinstance(a, Batch) else a for a in arguments]
-        calls = [getattr(t, method).remote(*shared) for t in self.trainers]
+        return self._each(method, [shared] * len(self.trainers))
+
+    def _each(self, method: str, arguments: Sequence[Sequence]) -> list:
+        """Call a method on every trainer rank, each with arguments of its own."""
+        import ray
+
+        calls = [getattr(t, method).remote(*given) for t, given in zip(self.trainers, arguments, strict=True)]
         bound = self.settings.cluster.call_timeout
         # the first that fails is raised at once: the others may wait in a collective for it
         waiting, deadline = calls, time.monotonic() + bound

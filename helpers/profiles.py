@@ -163,6 +163,8 @@ class RolloutSettings:
     max_running_requests: int = 256
     start_timeout: float = 300.0  # seconds
     request_timeout: float = 180.0  # seconds
+    max_staleness: int = 0  # steps that answers are sampled ahead of their update (helpers/async_rollout.py); 0: none
+    at_sync: str = "finish"  # answers under way at a weight sync: finish (waited for) | continue | drop (sampled again)
     mem_fraction: float | None = None  # GPU: SGLang's mem_fraction_static
     memory_saver: bool = False  # GPU: weights, cache and graphs can be released and come back (torch_memory_saver)
     # what puts gpt-oss's KV cache under it: "hook" (helpers/sglang_saver.py), "plain" (one pool for all layers, no windows),
@@ -192,6 +194,7 @@ class ClusterSettings:
 
     num_cpus: int = 2
     strategy: str = "PACK"  # Ray's placement of the bundles: PACK | SPREAD | STRICT_PACK | STRICT_SPREAD
+    placement: str = "colocated"  # GPUs: trainer rank i and engine i share a card | split: each has its own
     object_store_mib: int = 80
     call_timeout: float = 900.0  # seconds that all trainer ranks may take for one call, an update or a checkpoint
     dashboard: bool = True
@@ -448,8 +451,10 @@ _AT_LEAST = {
     "trainer.keep_saves": 1, "trainer.learning_rate": 0, "trainer.warmup_steps": 0, "trainer.decay_steps": 1,
     "trainer.weight_decay": 0, "warm_start.steps": 0, "warm_start.batch": 1, "warm_start.demonstrations": 1,
     "warm_start.learning_rate": 0, "rollout.engines": 1, "rollout.max_running_requests": 1, "rollout.max_total_tokens": 1,
-    "rollout.start_timeout": 0, "rollout.request_timeout": 0, "cluster.num_cpus": 1, "cluster.object_store_mib": 1,
+    "rollout.start_timeout": 0, "rollout.request_timeout": 0, "rollout.max_staleness": 0, "cluster.num_cpus": 1, "cluster.object_store_mib": 1,
 }  # fmt: skip
+PLACEMENTS = ("colocated", "split")
+AT_SYNC = ("finish", "continue", "drop")
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")  # of a placement group: Ray's names
 LONGEST_TEXT = 4096  # characters: of a path
 # what a server of ours must not be told: to listen elsewhere than on loopback, to run a checkpoint's own code, or a secret in
@@ -474,6 +479,27 @@ def _out_of_range(p: Profile) -> Iterator[str]:
                 f"rollout.server_arguments holds {word}: servers listen on loopback, run no code of a checkpoint and take no "
                 "secret from a command line; leave it out"
             )
+
+
+def _async_contradictions(p: Profile) -> Iterator[str]:
+    """What asynchronous rollout does not go with."""
+    r, a = p.rollout, p.algorithm
+    if r.at_sync not in AT_SYNC:
+        yield f"rollout.at_sync = {r.at_sync!r:.80}; it can be {', '.join(AT_SYNC)}"
+    if not r.max_staleness:
+        return
+    if r.memory_saver:
+        yield "rollout.max_staleness needs both engines' memory at once: turn rollout.memory_saver off"
+    if r.max_staleness > 1 and r.at_sync == "finish":
+        yield (
+            f"rollout.max_staleness = {r.max_staleness} with rollout.at_sync = 'finish': all answers are waited for at each "
+            "sync, so that more than 1 only makes them older; use 'continue'"
+        )
+    if a.old_logprobs != "rollout" and a.correction == "none":
+        yield (
+            f"rollout.max_staleness with algorithm.old_logprobs = {a.old_logprobs!r} and no algorithm.correction: nothing "
+            "would tell that the answers are of older weights; use old_logprobs = 'rollout', or correction = 'tis' or 'mis'"
+        )
 
 
 def _check(p: Profile) -> None:
@@ -511,6 +537,9 @@ def _check(p: Profile) -> None:
         )
     if p.cluster.strategy not in STRATEGIES:
         problems.append(f"cluster.strategy = {p.cluster.strategy!r:.80}; it can be {', '.join(STRATEGIES)}")
+    if p.cluster.placement not in PLACEMENTS:
+        problems.append(f"cluster.placement = {p.cluster.placement!r:.80}; it can be {' or '.join(PLACEMENTS)}")
+    problems += _async_contradictions(p)
     if p.rollout.kv_saver not in ("hook", "plain", "stock"):
         problems.append(f"rollout.kv_saver = {p.rollout.kv_saver!r}; it can be hook, plain or stock")
     if p.rollout.saver_graphs and p.rollout.kv_saver != "hook":

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -509,8 +509,17 @@ def roll_out(
     if len(outputs) != len(left):
         raise RolloutError(f"asked SGLang for {len(left)} answers, got {len(outputs)}")
     for i, output in zip(left, outputs, strict=True):
-        episodes[i] = _extended(partial[i], output, shape)
+        episodes[i] = _ended(_extended(partial[i], output, shape), settings, stop_token_ids(server.tokenizer))
     return episodes
+
+
+def _ended(episode: Episode, settings: Profile, stops: Sequence[int]) -> Episode:
+    """An answer that was stopped with its very last token is whole, though SGLang calls it aborted."""
+    if episode.unfinished and len(episode.completion_ids) >= settings.sampling.max_new_tokens:
+        return replace(episode, finish_reason="length")
+    if episode.unfinished and episode.completion_ids[-1:] and episode.completion_ids[-1] in stops:
+        return replace(episode, finish_reason="stop")
+    return episode
 
 
 def _extended(partial: Episode, output: dict, routing: RoutingShape | None) -> Episode:

@@ -53,11 +53,13 @@ def sync_weights(
     bucket_bytes: int = 1 << 30,
     group: SyncGroup | None = None,
     overlap: bool = True,
+    own: Sequence[int] | None = None,
 ) -> SyncReport:
     """Stream the trainer's weights into every server; episodes sampled afterwards carry `version`.
 
-    With several trainer ranks all of them call this (the export is collective); rank 0 sends. Offloaded weights are streamed
-    from the host and stay there.
+    With several trainer ranks all of them call this (the export is collective, and gives each rank the whole weights).
+    own: places in `servers` of those that this rank sends to; None: all of them on rank 0, none on the others. Offloaded
+    weights are streamed from the host and stay there.
     bucket_bytes: or one tensor, whichever is more, is held beside the model; twice that with overlap, where a bucket is sent
     while the next one is exported. group: broadcast through it (never overlapped: its collectives must not meet the export's);
     without one, tensors go as CUDA IPC handles on a GPU and by value on a CPU.
@@ -66,10 +68,13 @@ def sync_weights(
     servers = servers if isinstance(servers, list) else [servers]
     clock = _Clock(trainer.settings.device)
     stream = trainer.export_stream()
-    if trainer.rank:
+    if own is None:
+        own = [] if trainer.rank else range(len(servers))
+    if not own:
         deque(stream, maxlen=0)
         return SyncReport(version, 0, 0.0, clock.lap(), 0.0, 0.0)
-    sender = _Sender(group.broadcast if group else partial(_post_to_each, servers), overlap and group is None)
+    post = partial(_post_to_each, [servers[i] for i in own])
+    sender = _Sender(group.broadcast if group else post, overlap and group is None)
     tensors, size, export, waited, buckets = 0, 0, 0.0, 0.0, 0
     try:
         shapes = trainer.tensor_shapes()
@@ -82,8 +87,8 @@ def sync_weights(
             sender.send(bucket, version)
             waited += clock.lap()
         sender.finish()
-        for server in servers:
-            flush_cache(server.post)
+        for i in own:
+            flush_cache(servers[i].post)
     except BaseException:
         deque(stream, maxlen=0)  # the other ranks wait for it
         raise
@@ -348,12 +353,13 @@ def _post_to_each(servers: list[SGLangClient], weights: dict[str, Tensor], versi
     model that fits a CPU run is a megabyte.
     Source: sglang.srt.utils.MultiprocessingSerializer.
     """
-    on_gpu, packing = any(tensor.is_cuda for tensor in weights.values()), 0.0
-    for server in servers:
-        start = time.perf_counter()
-        # once a server: each of them opens, and so counts down, handles of its own
-        payload = base64.b64encode((_handles if on_gpu else _values)(list(weights.items()))).decode()
-        packing += time.perf_counter() - start
+    on_gpu, start = any(tensor.is_cuda for tensor in weights.values()), time.perf_counter()
+    pack = _handles if on_gpu else _values
+    # once a server: each of them opens, and so counts down, handles of its own
+    payloads = [base64.b64encode(pack(list(weights.items()))).decode() for _ in servers]
+    packing = time.perf_counter() - start
+
+    def post(server: SGLangClient, payload: str) -> None:
         reply = server.post(
             "/update_weights_from_tensor",
             serialized_named_tensors=[payload],
@@ -361,6 +367,9 @@ def _post_to_each(servers: list[SGLangClient], weights: dict[str, Tensor], versi
             weight_version=version,
         )
         _require_success(reply)
+
+    with ThreadPoolExecutor(len(servers)) as pool:  # they load at the same time
+        list(pool.map(post, servers, payloads))
     if on_gpu:
         import torch
 

@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from helpers.advantages import group_advantages
+from helpers.async_rollout import AsyncRollout, staleness
 from helpers.cluster import ClusterError, GrpoCluster, RayHead
 from helpers.collate import collate
 from helpers.objective import learn, rated
@@ -126,6 +128,33 @@ def test_both_engines_follow_a_sync(cluster, batch):
         mask = batch.loss_mask[0, : len(got)].bool()
         assert (got - want[0, : len(got)]).abs()[mask].max() < 1e-4
     assert report.tensors == 37
+
+
+@pytest.mark.parametrize("at_sync", ["finish", "continue", "drop"])
+def test_answers_sampled_ahead_are_those_of_a_synchronous_loop_while_weights_stay_the_same(cluster, at_sync):
+    """Each sync sends the same weights under another name, right after the engines were asked, so that every way of
+    settling must give the answers of the synchronous draw, token by token, with the versions that it promises."""
+    settings = dataclasses.replace(
+        cluster.settings, steps=4,
+        rollout=dataclasses.replace(cluster.settings.rollout, max_staleness=1, at_sync=at_sync),
+    )  # fmt: skip
+    ahead = AsyncRollout(cluster, partial(MedianTask(0).sample, 6), settings)
+    cluster.sync_weights("step-0")
+    seen = set()
+    for step in range(4):
+        problems, episodes = ahead.take(step)
+        now = cluster.roll_out(problems, draw=step)
+        assert [e.group for e in episodes] == [g for g in range(6) for _ in range(4)]
+        assert [e.prompt_ids for e in episodes] == [e.prompt_ids for e in now]
+        assert [e.completion_ids for e in episodes] == [e.completion_ids for e in now]
+        assert [e.finish_reason for e in episodes] == [e.finish_reason for e in now]
+        gaps = [abs(x - y) for e, o in zip(episodes, now, strict=True) for x, y in zip(e.logprobs, o.logprobs, strict=True)]
+        assert max(gaps) < 1e-4
+        seen |= {staleness([e], step)[1] for e in episodes if step}
+        ahead.start_ahead(step)
+        ahead.sync_weights(f"step-{step + 1}")
+    # stopped at once, most tokens are of the newer weights
+    assert seen == {1} if at_sync == "finish" else 0 in seen <= {0, 1}
 
 
 HEAD = """

@@ -17,6 +17,11 @@ def test_on_gpus_trainer_and_engine_share_a_card():
     assert len(bundles) == 8 and engines == [0]
 
 
+def test_on_gpus_each_can_have_a_card_of_its_own():
+    settings = load_profile("gpu", **{"trainer.ranks": 2, "rollout.engines": 2, "cluster.placement": "split"})
+    assert _bundles(settings) == ([{"CPU": 1, "GPU": 1}] * 4, [2, 3])
+
+
 def ranks(**changes):
     """Two sound GPU ranks, rank 1 with changes."""
     sound = [{"rank": i, "pid": 100 + i, "device": "cuda", "card": f"GPU-{i}"} for i in (0, 1)]

@@ -14,7 +14,7 @@ from helpers.cluster import (
     check_engines,
     check_network,
     check_ranks,
-    sync_backend,
+    sync_plan,
 )
 from helpers.nodes import NodeError
 from helpers.preflight import machine_checks
@@ -141,17 +141,29 @@ def test_engines_without_cards_of_their_own_are_refused(engines, message):
 
 
 @pytest.mark.parametrize(
-    ("device", "engine", "backend"),
+    ("cards", "engines", "plan"),
     [
-        ("cpu", {"node": "n1", "cards": ()}, ""),
-        ("cuda", {"node": "n0", "cards": ("a",)}, ""),  # on the trainer's card: handles
-        ("cuda", {"node": "n0", "cards": ("b",)}, "nccl"),  # on another card of its host
-        ("cuda", {"node": "n1", "cards": ("c",)}, "nccl"),
+        ("a", ["a"], ("", [[0]])),  # on the trainer's card: handles
+        ("a", ["b"], ("nccl", [[0]])),  # on another card, of this host or not
+        ("ab", ["a", "b"], ("", [[0], [1]])),  # each rank to its own card
+        ("ab", ["b", "a"], ("", [[1], [0]])),  # by UUID, whatever the order
+        ("ab", ["b"], ("", [[], [0]])),
+        ("ab", ["c", "d"], ("nccl", [[0, 1], []])),
     ],
 )
-def test_weights_go_as_handles_on_one_card_only(device, engine, backend):
-    rank = {"node": "n0", "card": "a" if device == "cuda" else ""}
-    assert sync_backend(device, rank, [engine]) == backend
+def test_weights_go_as_handles_on_one_card_only(cards, engines, plan):
+    described = [{"cards": tuple(e)} for e in engines]
+    assert sync_plan("cuda", [{"card": c} for c in cards], described) == plan
+
+
+def test_on_a_cpu_the_engines_are_dealt_out_to_the_ranks():
+    assert sync_plan("cpu", ranks(), [{"cards": ()}] * 3) == ("", [[0, 2], [1]])
+    assert sync_plan("cpu", ranks(), [{"cards": ()}]) == ("", [[0], []])
+
+
+def test_weights_do_not_go_two_ways_at_once():
+    with pytest.raises(ClusterError, match=r"engines \[1\] share no card .*'split'"):
+        sync_plan("cuda", [{"card": "a"}], [{"cards": ("a",)}, {"cards": ("b",)}])
 
 
 # --- a cluster that is there --------------------------------------------------------------------------------
