@@ -155,7 +155,10 @@ METRICS: dict[str, Metric] = {
         "count", "kinds of tensor (by layer kind) compared alone, Megatron against Hugging Face, forward and backward", 37
     ),
     "parity_kinds_failed": Metric(
-        "count", "of these, kinds that differ by more than 1e-4 of the largest logit or 1e-3 of their largest gradient", 0, 0
+        "count",
+        "of these, kinds that differ by more than 1e-4 of the largest logit or 1e-3 of the size of their gradient's terms",
+        0,
+        0,
     ),
     "faults_planted": Metric("count", "known mistakes of other engines, put into the reference one at a time", 20),
     "faults_unseen": Metric("count", "of these, mistakes that the comparison of logits does not see (in bf16 more)", 0, 3),

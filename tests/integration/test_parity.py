@@ -10,7 +10,8 @@ from helpers.profiles import load_profile
 from helpers.results import write_csv
 
 pytestmark = pytest.mark.engine
-LIMITS = dict(forward=1e-4, gradient=1e-5)  # of a logit; of the tensor's largest gradient (measured: 5e-6)
+# Of a logit; of the size of a gradient's terms (measured: 4.6e-6; 1.2e-6 where nine tenths of a sink's gradient cancel).
+LIMITS = dict(forward=1e-4, gradient=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -56,6 +56,7 @@ def test_wrong_sink_gradients_are_caught(awkward_trainer, reference, awkward_seq
         for hook in hooks:
             hook.remove()
     off = {name for name, (_, relative) in gaps.items() if not relative < GRADIENT}
+    assert all(gaps[name][1] > 1000 * GRADIENT for name in off)
     assert off == {f"model.layers.{i}.self_attn.sinks" for i in range(4)}
     sound = gradient_gaps(awkward_trainer, reference, awkward_sequences)
     assert all(relative < GRADIENT for _, relative in sound.values())

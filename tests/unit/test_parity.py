@@ -21,7 +21,7 @@ def row(**changes) -> ParityRow:
     [
         ({"effect": 1e-2}, "shows nothing"),
         ({"forward_abs": 1e-4}, "forward differs by 1.0e-04, the limit is 0.0001"),
-        ({"gradient_rel": 1e-3}, "gradient differs by 1.0e-03 of its size, the limit is 0.001"),
+        ({"gradient_rel": 1e-3}, "gradient differs by 1.0e-03 of its terms' size, the limit is 0.001"),
         ({"effect": math.nan}, "shows nothing"),
         ({"forward_abs": math.nan}, "forward differs by nan"),
         ({"gradient_rel": math.nan}, "gradient differs by nan"),
