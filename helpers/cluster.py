@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -395,10 +396,10 @@ def check_network(ranks: Sequence[dict]) -> None:
             )
 
 
-def check_engines(engines: Sequence[dict], device: str) -> None:
-    """Raise ClusterError unless each engine was told the profile's device and, on GPUs, has cards of its own.
+def check_engines(engines: Sequence[dict], device: str, per_card: int = 1) -> None:
+    """Raise ClusterError unless each engine was told the profile's device and, on GPUs, shares cards with few others.
 
-    engines: their describe().
+    engines: their describe(). per_card: engines that one card is meant for (cluster.engines_per_card).
     """
     wrong = {i: e["device"] for i, e in enumerate(engines) if e["device"] != device}
     if wrong:
@@ -407,9 +408,11 @@ def check_engines(engines: Sequence[dict], device: str) -> None:
             f"{wrong}; start them with the environment of Profile.process_environment"
         )
     cards = [card for e in engines for card in e["cards"]]
-    if device == "cuda" and (not all(e["cards"] for e in engines) or len(set(cards)) < len(cards)):
+    most = max(Counter(cards).values(), default=0)
+    if device == "cuda" and (not all(e["cards"] for e in engines) or most > per_card):
+        own = "GPUs of their own" if per_card == 1 else f"a GPU for each {per_card} of them"
         raise ClusterError(
-            f"{len(engines)} engines do not have GPUs of their own (UUIDs): {[list(e['cards']) for e in engines]}; "
+            f"{len(engines)} engines do not have {own} (UUIDs): {[list(e['cards']) for e in engines]}; "
             "unset CUDA_VISIBLE_DEVICES where Ray starts and let it assign the cards"
         )
 
@@ -478,14 +481,23 @@ class RolloutActor:
 def _bundles(settings: Profile) -> tuple[list[dict], list[int]]:
     """Placement-group bundles, and which of them each engine takes; trainer rank i takes bundle i.
 
-    CPU: one bundle an actor. GPU: one bundle a card, which trainer rank i and engine i share (colocated, half a card each
-    in Ray's books), or which one of them has to itself (cluster.placement = "split").
+    CPU: one bundle an actor. GPU: one bundle a card, which trainer rank i shares with engine i (colocated; with several
+    engines a card they are dealt out, and each actor has an equal part of the card in Ray's books), or which one of them
+    has to itself (cluster.placement = "split").
     """
-    ranks, engines = settings.trainer.ranks, settings.rollout.engines
+    ranks, engines, each = settings.trainer.ranks, settings.rollout.engines, settings.cluster.engines_per_card
     if _shares_cards(settings):
-        return [{"CPU": 2, "GPU": 1}] * max(ranks, engines), list(range(engines))
+        cards = max(ranks, -(-engines // each))
+        return [{"CPU": 1 + each, "GPU": 1}] * cards, [engine % cards for engine in range(engines)]
     one = {"CPU": 1, "GPU": 1} if settings.device == "cuda" else {"CPU": 1}
     return [one] * (ranks + engines), list(range(ranks, ranks + engines))
+
+
+def _gpu_share(settings: Profile) -> float:
+    """What an actor takes of a card in Ray's books, which count ten-thousandths; it limits no memory."""
+    if settings.device != "cuda":
+        return 0.0
+    return (10_000 // (1 + settings.cluster.engines_per_card)) / 10_000 if _shares_cards(settings) else 1.0
 
 
 def _shares_cards(settings: Profile) -> bool:
@@ -572,7 +584,7 @@ class GrpoCluster:
         if self.spread:
             environment.pop("GLOO_SOCKET_IFNAME", None)  # each node has its own (choose_interface)
         environment |= {k: os.environ[k] for k in ("GRPO_SHARED_SERVER", "GRPO_RUNS") if k in os.environ}
-        gpus = (0.5 if _shares_cards(self.settings) else 1) if self.settings.device == "cuda" else 0
+        gpus = _gpu_share(self.settings)
         # one thread for each rollout ahead, one for that of now, one for calls between; a trainer rank has one thread
         threads = 1 if role == "trainer" else 2 + self.settings.rollout.max_staleness
         remote = ray.remote(
@@ -595,7 +607,7 @@ class GrpoCluster:
         ranks = ray.get(self._built, timeout=timeout)
         check_ranks(ranks, self.settings.device)
         self.places = ray.get([e.describe.remote() for e in self.engines], timeout=timeout)
-        check_engines(self.places, self.settings.device)
+        check_engines(self.places, self.settings.device, self.settings.cluster.engines_per_card)
         group, self._sends = sync_plan(self.settings.device, ranks, self.places)
         self.clients = Clients(urls, self.settings.rollout.request_timeout, self._key, group)
         return ranks

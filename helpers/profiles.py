@@ -195,6 +195,7 @@ class ClusterSettings:
     num_cpus: int = 2
     strategy: str = "PACK"  # Ray's placement of the bundles: PACK | SPREAD | STRICT_PACK | STRICT_SPREAD
     placement: str = "colocated"  # GPUs: trainer rank i and engine i share a card | split: each has its own
+    engines_per_card: int = 1  # colocated: so many engines beside a trainer rank; lower rollout.mem_fraction with it
     object_store_mib: int = 80
     call_timeout: float = 900.0  # seconds that all trainer ranks may take for one call, an update or a checkpoint
     dashboard: bool = True
@@ -452,6 +453,7 @@ _AT_LEAST = {
     "trainer.weight_decay": 0, "warm_start.steps": 0, "warm_start.batch": 1, "warm_start.demonstrations": 1,
     "warm_start.learning_rate": 0, "rollout.engines": 1, "rollout.max_running_requests": 1, "rollout.max_total_tokens": 1,
     "rollout.start_timeout": 0, "rollout.request_timeout": 0, "rollout.max_staleness": 0, "cluster.num_cpus": 1, "cluster.object_store_mib": 1,
+    "cluster.engines_per_card": 1,
 }  # fmt: skip
 PLACEMENTS = ("colocated", "split")
 AT_SYNC = ("finish", "continue", "drop")
@@ -539,6 +541,11 @@ def _check(p: Profile) -> None:
         problems.append(f"cluster.strategy = {p.cluster.strategy!r:.80}; it can be {', '.join(STRATEGIES)}")
     if p.cluster.placement not in PLACEMENTS:
         problems.append(f"cluster.placement = {p.cluster.placement!r:.80}; it can be {' or '.join(PLACEMENTS)}")
+    if p.cluster.engines_per_card > 1 and (p.cluster.placement == "split" or p.device != "cuda"):
+        problems.append(
+            f"cluster.engines_per_card = {p.cluster.engines_per_card} is for engines beside a trainer on a GPU: elsewhere weights "
+            "travel through NCCL, which takes one rank a card, or there is no card; keep 1"
+        )
     problems += _async_contradictions(p)
     if p.rollout.kv_saver not in ("hook", "plain", "stock"):
         problems.append(f"rollout.kv_saver = {p.rollout.kv_saver!r}; it can be hook, plain or stock")

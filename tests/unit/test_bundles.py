@@ -2,7 +2,7 @@
 
 import pytest
 
-from helpers.cluster import ClusterError, _bundles, check_ranks
+from helpers.cluster import ClusterError, _bundles, _gpu_share, check_ranks
 from helpers.profiles import load_profile
 
 
@@ -20,6 +20,19 @@ def test_on_gpus_trainer_and_engine_share_a_card():
 def test_on_gpus_each_can_have_a_card_of_its_own():
     settings = load_profile("gpu", **{"trainer.ranks": 2, "rollout.engines": 2, "cluster.placement": "split"})
     assert _bundles(settings) == ([{"CPU": 1, "GPU": 1}] * 4, [2, 3])
+
+
+def test_several_engines_share_a_card_with_their_trainer():
+    settings = load_profile("gpu", **{"rollout.engines": 2, "cluster.engines_per_card": 2})
+    assert _bundles(settings) == ([{"CPU": 3, "GPU": 1}], [0, 0])
+    assert 0.99 < 3 * _gpu_share(settings) <= 1
+    settings = load_profile("gpu", **{"trainer.ranks": 2, "rollout.engines": 4, "cluster.engines_per_card": 2})
+    assert _bundles(settings)[1] == [0, 1, 0, 1]
+
+
+def test_engines_on_one_card_are_refused_where_weights_would_go_through_nccl():
+    with pytest.raises(ValueError, match="engines_per_card = 2 is for engines beside a trainer on a GPU"):
+        load_profile("gpu", **{"cluster.engines_per_card": 2, "cluster.placement": "split"})
 
 
 def ranks(**changes):

@@ -140,6 +140,13 @@ def test_engines_without_cards_of_their_own_are_refused(engines, message):
         check_engines(engines, "cuda")
 
 
+def test_engines_may_share_a_card_that_is_meant_for_several():
+    shared = [{"device": "cuda", "cards": ("a",)}] * 2
+    check_engines(shared, "cuda", per_card=2)
+    with pytest.raises(ClusterError, match="a GPU for each 2 of them"):
+        check_engines([*shared, shared[0]], "cuda", per_card=2)
+
+
 @pytest.mark.parametrize(
     ("cards", "engines", "plan"),
     [
