@@ -334,6 +334,14 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], note: str = "") ->
     write_csv(path, {name: [row.get(name, "") for row in rows] for name in names}, note)
 
 
+def write_measured(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """write_rows of a measurement: the first line says date, commit and machine; numbers have six digits."""
+    machine = hardware()
+    place = ", ".join(machine["gpus"]) or f"{machine['cpu']}, {machine['cores']} cores"
+    short = [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
+    write_rows(path, short, f"{time.strftime('%Y-%m-%d', time.gmtime())}, commit {git_commit()}, {place}")
+
+
 def _plain(value: Any) -> Any:
     """A Python scalar for a tensor or array element; anything else as it is."""
     return value.item() if hasattr(value, "item") and getattr(value, "shape", None) == () else value

@@ -143,15 +143,6 @@ def summary(rows: list[dict], before: float, after: float) -> dict:
     }  # fmt: skip
 
 
-def write(path: Path, rows: list[dict]) -> None:
-    from helpers.results import git_commit, hardware, write_rows
-
-    machine = hardware()
-    card = ", ".join(machine["gpus"]) or f"{machine['cpu']}, {machine['cores']} cores"
-    short = [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
-    write_rows(path, short, f"{time.strftime('%Y-%m-%d')}, commit {git_commit()}, {card}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", default="cpu")
@@ -162,6 +153,7 @@ def main() -> None:
     a = parser.parse_args()
     widest = max(a.arms, key=lambda arm: ARMS[arm])
     from helpers.cluster import GrpoCluster, RayHead
+    from helpers.results import write_measured
 
     done, steps = [], []
     for seed in a.seeds:
@@ -180,8 +172,8 @@ def main() -> None:
                         done.append(label | summary(rows, before, after))
                         steps += [label | row for row in rows]
                         print({k: round(v, 4) if isinstance(v, float) else v for k, v in done[-1].items()}, flush=True)
-                        write(a.out / "overlap.csv", done)
-                        write(a.out / "overlap_steps.csv", steps)
+                        write_measured(a.out / "overlap.csv", done)
+                        write_measured(a.out / "overlap_steps.csv", steps)
             finally:
                 cluster.stop()
 
